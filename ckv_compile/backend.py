@@ -1,0 +1,180 @@
+"""The entry of ``torch.compile(model, backend="communitykv")``.
+
+Dynamo's graph is copied, its attention is found and rewritten to ``ckv::`` operators, and Inductor compiles the rest.
+A graph that cannot be rewritten is compiled as it is, and the report says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import ckv_compile
+from ckv_compile import generate, report
+from ckv_compile.config import CommunityConfig
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.match_attention import Cache, find_sites
+from ckv_compile.passes.rewrite_decode import rewrite_decode
+from ckv_compile.passes.rewrite_plan import RewritePlan, uniform
+from ckv_compile.passes.rewrite_prefill import rewrite_prefill
+from ckv_compile.runtime.runner import GraphRunner
+
+log = logging.getLogger(__name__)
+
+
+def communitykv(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+):
+    """Compile one graph of dynamo's. ``mode`` is Inductor's; ``options`` are ours (``CommunityConfig``) and Inductor's.
+
+    Raises ValueError or TypeError for options that are unknown or impossible.
+    """
+    config, inductor_options = CommunityConfig.from_options(options)
+    patches = inductor_patches(config, mode, inductor_options)
+    record = report.GraphRecord(config)
+    copied = graph_edit.copy_graph(gm)
+    sites, refusals = find_sites(copied)
+    record.names = [site.name for site in sites]
+    record.refusals = [(refusal.name, refusal.reason) for refusal in refusals]
+    entry_of = functools.partial(report.entry_of, _parameter_position(copied.graph), record)
+
+    reason = _why_not(copied, sites, refusals)
+    plan = None
+    if reason is None:
+        plan, reason = _rewrite(copied, sites, config)
+    if plan is None:
+        record.refusals += [(site.name, reason) for site in sites]
+        record.names = []
+        return _dense(gm, patches, record, entry_of)
+
+    record.phase, record.cache, record.symbolic = plan.phase, plan.cache.name, plan.symbolic
+    log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
+    fakes = [node.meta["example_value"] for node in graph_edit.placeholders(copied.graph)]
+    compiled = _compile(copied, fakes, patches)
+    return GraphRunner(plan, config, compiled, graph_edit.copy_graph(gm).forward, entry_of)
+
+
+def _why_not(gm: fx.GraphModule, sites: list, refusals: list) -> str | None:
+    """Why the graph stays dense, or None. A layer that was refused keeps its own reason; the others get this one."""
+    if not sites:
+        return "no attention to rewrite"
+    if torch.is_grad_enabled() and any(_requires_grad(node) for node in graph_edit.placeholders(gm.graph)):
+        return "gradients are enabled and an input requires grad; call the model under torch.no_grad()"
+    if refusals:
+        return f"another layer of the same graph was refused ({refusals[0].name}: {refusals[0].reason})"
+    if sites[0].cache is Cache.NONE:
+        return "no cache: the keys and values of this call are not kept"
+    return uniform(sites)
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _rewrite(gm: fx.GraphModule, sites: list, config: CommunityConfig) -> tuple[RewritePlan | None, str | None]:
+    try:
+        return (rewrite_decode if sites[0].is_decode else rewrite_prefill)(gm, sites, config), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _dense(gm: fx.GraphModule, patches: dict[str, Any], record: report.GraphRecord, entry_of):
+    """The graph as dynamo gave it, compiled by Inductor."""
+    record.phase = "dense"
+    if record.refusals:
+        name, reason = record.refusals[0]
+        log.info("a graph stays dense: %s: %s", name, reason)
+        report.warn_once(f"communitykv left attention dense: {name}: {reason}")
+    graph = graph_edit.copy_graph(gm)
+    compiled = _compile(graph, [node.meta["example_value"] for node in graph_edit.placeholders(graph.graph)], patches)
+
+    def run(*args):
+        entry_of(args)
+        return compiled(*args)
+
+    return run
+
+
+def _compile(gm: fx.GraphModule, fakes: list[Any], patches: dict[str, Any]):
+    from torch._inductor.compile_fx import compile_fx
+
+    with warnings.catch_warnings():
+        return compile_fx(gm, fakes, config_patches=patches)
+
+
+def _parameter_position(graph: fx.Graph) -> int | None:
+    for position, node in enumerate(graph_edit.placeholders(graph)):
+        if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
+            return position
+    return None
+
+
+# ---------------------------------------------------------------------- Inductor's configuration
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hash of every source of this package: lowerings and templates are in no cache key of Inductor's."""
+    root = Path(ckv_compile.__file__).parent
+    folders = [root, *(Path(module.__path__[0]) for module in _folders())]
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.jinja")]):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _folders() -> list[Any]:
+    from ckv_compile import passes
+
+    return [passes]
+
+
+class CacheKeyPass(CustomGraphPass):
+    """Rewrites nothing: puts our sources and options into the keys of Inductor's and AOTAutograd's caches.
+
+    A pass of the user's that stood in its place still runs, and its identity is part of the key.
+    """
+
+    def __init__(self, config: CommunityConfig, users: Any = None) -> None:
+        self.config, self.users = config, users
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.users is not None:
+            self.users(graph)
+
+    def uuid(self) -> Any:
+        users = self.users.uuid() if isinstance(self.users, CustomGraphPass) else None
+        return ("communitykv", sources_digest(), self.config.digest(), users)
+
+
+def inductor_patches(config: CommunityConfig, mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Config patches for ``compile_fx``: Inductor's mode, the user's own options, our cache key."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+
+    patches = {key.replace("-", "_"): value for key, value in list_mode_options(mode).items()} if mode else {}
+    patches.update(options)
+    users = patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+    patches["post_grad_custom_post_pass"] = CacheKeyPass(config, users)
+    # The operators read lengths on the host, which no CUDA graph can hold.
+    patches["triton.cudagraphs"] = False
+    return patches
+
+
+generate.install(communitykv)

@@ -1,0 +1,337 @@
+"""From lists of neighbours to a partition: which tokens form a community, as arrays that an index is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numba import njit
+
+from ckv_compile.community.engines import partition_graph
+from ckv_compile.community.graph import TokenGraph, attention_graph, key_graphs_csr, mixed_graph
+from ckv_compile.community.leiden import leiden_batch, stop_flag
+from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
+from ckv_compile.config import CommunityConfig
+
+SPARE_COMMUNITIES = 8
+
+
+@dataclasses.dataclass
+class Partition:
+    """The communities of one graph over ``n`` positions; positions count from the start of what was partitioned.
+
+    labels: int32 [n], -1 for a position that is not a node (a sink or padding).
+    start, size: int32 [C], where a community's members begin and how many they are; communities are numbered by their
+    first position. member: int32 [number of nodes], positions ordered by community, then by position.
+    gamma: the resolution used, 0 for pages. dropped: entries with an unusable weight.
+    weight: float64 [C], the sum of the members' strengths (w_C of eq. 7); None for pages.
+    fallback: why pages stand in for communities, None when they do not.
+    """
+
+    labels: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    member: np.ndarray
+    gamma: float = 0.0
+    dropped: int = 0
+    fallback: str | None = None
+    weight: np.ndarray | None = None
+
+    @property
+    def num_communities(self) -> int:
+        return len(self.size)
+
+
+def community_room(num_positions: int, mean_size: int) -> int:
+    """Communities that an index keeps room for, for so many positions: twice the expected number and a few."""
+    return 2 * num_positions // mean_size + SPARE_COMMUNITIES
+
+
+@njit(nogil=True, cache=True)
+def _gather(labels, alone, first, run, cap, room, members, starts, sizes, counts):
+    """Turn labels into communities that cover every node, no more of them than ``room``.
+
+    labels: int32 [G, n], in [0, n); updated. alone: bool [G, n], nodes without an edge. first: int32 [G].
+    members: int32 [G, n], starts, sizes: int32 [G, n], counts: int32 [G]: written.
+    """
+    graphs, n = labels.shape
+    new = np.empty(2 * n + 1, np.int32)
+    size = np.empty(2 * n + 1, np.int32)
+    for g in range(graphs):
+        row = labels[g]
+        for i in range(min(n, first[g])):
+            row[i] = -1
+        # Nodes without an edge, in position order, in runs of the mean size.
+        in_run = 0
+        label = n - 1
+        for i in range(first[g], n):
+            if alone[g, i]:
+                if in_run == 0:
+                    label += 1
+                row[i] = label
+                in_run = in_run + 1 if in_run + 1 < run else 0
+        new[:] = -1
+        count = 0
+        for i in range(first[g], n):
+            if new[row[i]] < 0:
+                new[row[i]] = count
+                size[count] = 0
+                count += 1
+            row[i] = new[row[i]]
+            size[row[i]] += 1
+        # Too many: merge the smallest with the next small ones in position order, until they fit.
+        small = 1
+        while count > room and room > 0 and small < 4 * n:
+            bound = max(run, 2 * small)
+            if cap > 0 and small <= cap:
+                bound = min(bound, cap)
+            excess = count - room
+            target = -1
+            kept = 0
+            for c in range(count):
+                if size[c] <= small and excess > 0:
+                    if target >= 0 and size[target] + size[c] <= bound:
+                        size[target] += size[c]
+                        new[c] = target
+                        excess -= 1
+                        continue
+                    target = kept
+                size[kept] = size[c]
+                new[c] = kept
+                kept += 1
+            if kept < count:
+                for i in range(first[g], n):
+                    row[i] = new[row[i]]
+                count = kept
+            small *= 2
+        place = 0
+        for c in range(count):
+            starts[g, c] = place
+            sizes[g, c] = size[c]
+            place += size[c]
+            new[c] = starts[g, c]
+        for i in range(first[g], n):
+            members[g, new[row[i]]] = i
+            new[row[i]] += 1
+        counts[g] = count
+
+
+def gather_partitions(
+    labels: np.ndarray,
+    alone: np.ndarray,
+    first: np.ndarray,
+    *,
+    mean_size: int,
+    max_community_size: int,
+    room: int,
+    gammas: np.ndarray,
+    dropped: int = 0,
+) -> list[Partition]:
+    """Partitions of several graphs over the same positions.
+
+    labels: int32 [G, n], in [0, n). alone: bool [G, n], nodes without an edge: they form runs of about ``mean_size`` in
+    position order, so every node belongs to a community. first: int32 [G], earlier positions are not nodes.
+    room: the most communities a graph may have; the smallest are merged in position order, within
+    ``max_community_size`` as long as that leaves few enough.
+    """
+    graphs, n = labels.shape
+    labels = labels.copy()
+    members, starts, sizes = (np.empty((graphs, n), np.int32) for _ in range(3))
+    counts = np.empty(graphs, np.int32)
+    _gather(labels, alone, first, mean_size, max_community_size, room, members, starts, sizes, counts)
+    return [
+        Partition(
+            labels[g], starts[g, : counts[g]].copy(), sizes[g, : counts[g]].copy(), members[g, : max(0, n - first[g])],
+            float(gammas[g]), dropped,
+        )
+        for g in range(graphs)
+    ]  # fmt: skip
+
+
+def contiguous_pages(n: int, node_first: int, page: int, *, reason: str | None = None) -> Partition:
+    """Communities that are runs of ``page`` tokens: what stands in when a graph could not be partitioned."""
+    first = min(max(0, int(node_first)), n)
+    nodes = n - first
+    labels = np.full(n, -1, np.int32)
+    labels[first:] = np.arange(nodes, dtype=np.int32) // page
+    start = np.arange(0, nodes, page, dtype=np.int32)
+    size = np.minimum(page, nodes - start).astype(np.int32)
+    return Partition(labels, start, size, np.arange(first, n, dtype=np.int32), fallback=reason)
+
+
+def pages_block(
+    graphs: int, n: int, node_first: int | np.ndarray, page: int, *, reason: str | None = None
+) -> list[Partition]:
+    """``contiguous_pages`` for every graph of a block."""
+    return [
+        contiguous_pages(n, int(first), page, reason=reason)
+        for first in np.broadcast_to(node_first, (graphs,)).tolist()
+    ]
+
+
+def partition_keys_block(
+    neighbors: np.ndarray,
+    node_first: int | np.ndarray,
+    *,
+    config: CommunityConfig,
+    memory: ResolutionMemory,
+    layer: int,
+    stop: np.ndarray | None = None,
+) -> list[Partition]:
+    """Partition one block of every graph of a layer by its nearest keys.
+
+    neighbors: int32 [G, n, kappa], positions within the block, -1 for an empty slot. node_first: positions before it
+    are sinks or padding and never nodes; one number, or one per graph. The result is one partition per graph.
+    """
+    neighbors = np.ascontiguousarray(neighbors, np.int32)
+    graphs, n, _ = neighbors.shape
+    first = np.clip(np.broadcast_to(node_first, (graphs,)), 0, n).astype(np.int32)
+    plan = SearchPlan.of(config)
+    nodes = (n - first).astype(np.int64)
+    gammas = np.array(
+        [_start_gamma(plan, config, memory, (layer, g), int(nodes[g])) for g in range(graphs)], np.float64
+    )
+    indptr, indices, weights, strength = key_graphs_csr(neighbors, first)
+    if config.leiden_engine == "native":
+        labels = np.tile(np.arange(n, dtype=np.int32), (graphs, 1))
+        leiden_batch(
+            indptr, indices, weights, strength, gammas, float(config.mean_size), plan.tolerance, plan.corrections,
+            plan.passes, config.max_community_size, config.seed, labels, stop_flag(stop),
+        )  # fmt: skip
+    else:
+        labels = np.empty((graphs, n), np.int32)
+        for g in range(graphs):
+            begin, end = indptr[g, 0], indptr[g, n]
+            graph = TokenGraph(indptr[g] - begin, indices[begin:end], weights[begin:end], strength[g])
+            labels[g], gammas[g] = _search(graph, float(gammas[g]), plan, config, None, stop)
+    if plan.corrections and not (stop is not None and stop[0]):
+        for g in range(graphs):
+            _remember(memory, (layer, g), float(gammas[g]), int(nodes[g]), plan)
+    partitions = gather_partitions(
+        labels, indptr[:, 1:] == indptr[:, :-1], first, mean_size=config.mean_size,
+        max_community_size=config.max_community_size, room=community_room(n, config.mean_size), gammas=gammas,
+    )  # fmt: skip
+    for partition, own in zip(partitions, strength, strict=True):
+        _weigh(partition, own)
+    return partitions
+
+
+def partition_attention(
+    neighbors: np.ndarray,
+    weights: np.ndarray,
+    node_first: int,
+    *,
+    config: CommunityConfig,
+    memory: ResolutionMemory,
+    layer: int,
+    graph: int,
+    initial: np.ndarray | None = None,
+    gamma: float | None = None,
+    stop: np.ndarray | None = None,
+) -> Partition:
+    """Partition all positions of one graph by attention (eq. 1-5).
+
+    neighbors, weights: int32 and float32 [H, n, kappa], the top lists of the heads that share the graph; -1 for an
+    empty slot. node_first: positions before it are sinks or padding. initial: int32 [n], labels of an earlier partition
+    with -1 for new positions (a warm start). gamma: resolution to keep, searched for the mean size when None.
+    """
+    token_graph = attention_graph(neighbors, weights, lam=config.lam, prune=config.prune, first=node_first)
+    n = neighbors.shape[1]
+    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop)
+
+
+def partition_mixed(
+    neighbors: np.ndarray,
+    weights: np.ndarray,
+    key_neighbors: np.ndarray,
+    node_first: int,
+    *,
+    config: CommunityConfig,
+    memory: ResolutionMemory,
+    layer: int,
+    graph: int,
+    initial: np.ndarray | None = None,
+    gamma: float | None = None,
+    stop: np.ndarray | None = None,
+) -> Partition:
+    """Partition all positions of one graph by attention and nearest keys together (``mixed_graph``).
+
+    key_neighbors: int32 [n, kappa]; the other arguments are those of ``partition_attention``.
+    """
+    token_graph = mixed_graph(neighbors, weights, key_neighbors, lam=config.lam, prune=config.prune, first=node_first)
+    n = neighbors.shape[1]
+    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop)
+
+
+def _partition_one(graph, n, config, memory, key, initial, gamma, stop) -> Partition:
+    first = n - graph.num_nodes
+    plan = SearchPlan.of(config)
+    if gamma is not None:
+        plan = dataclasses.replace(plan, corrections=0)
+    else:
+        gamma = _start_gamma(plan, config, memory, key, graph.num_nodes)
+    if initial is not None:
+        initial = np.asarray(initial)[first:]
+    labels, gamma = _search(graph, float(gamma), plan, config, initial, stop)
+    if plan.corrections and not (stop is not None and stop[0]):
+        _remember(memory, key, gamma, graph.num_nodes, plan)
+    padded = np.zeros((1, n), np.int32)
+    padded[0, first:] = labels
+    alone = np.zeros((1, n), np.bool_)
+    alone[0, first:] = graph.indptr[1:] == graph.indptr[:-1]
+    partition = gather_partitions(
+        padded, alone, np.array([first], np.int32), mean_size=config.mean_size,
+        max_community_size=config.max_community_size, room=community_room(n, config.mean_size),
+        gammas=np.array([gamma]), dropped=graph.dropped,
+    )[0]  # fmt: skip
+    strength = np.zeros(n)
+    strength[first:] = graph.strength
+    _weigh(partition, strength)
+    return partition
+
+
+def _weigh(partition: Partition, strength: np.ndarray) -> None:
+    """Set the weights of the communities; strength: float64 [n], of every position."""
+    node = partition.labels >= 0
+    partition.weight = np.bincount(partition.labels[node], strength[node], len(partition.size))
+
+
+def _search(graph: TokenGraph, gamma, plan, config, initial, stop) -> tuple[np.ndarray, float]:
+    """Labels of one graph and the gamma they were found at, by the configured engine."""
+    if config.leiden_engine == "native":
+        from ckv_compile.community.leiden import start_labels
+
+        labels = start_labels(graph.num_nodes, initial)[None]
+        gammas = np.array([gamma], np.float64)
+        leiden_batch(
+            graph.indptr[None], graph.indices, graph.weights, graph.strength[None], gammas, float(config.mean_size),
+            plan.tolerance, plan.corrections, plan.passes, config.max_community_size, config.seed, labels,
+            stop_flag(stop),
+        )  # fmt: skip
+        return labels[0], float(gammas[0])
+
+    linked = int((np.diff(graph.indptr) > 0).sum())
+
+    def evaluate(gamma: float) -> tuple[np.ndarray, float]:
+        labels = partition_graph(
+            graph, engine=config.leiden_engine, gamma=gamma, passes=plan.passes, initial=initial, seed=config.seed,
+            max_community_size=config.max_community_size, stop=stop, timeout=config.partition_timeout,
+        )  # fmt: skip
+        communities = len(np.unique(labels)) - (graph.num_nodes - linked)
+        return labels, linked / communities if communities > 0 else 0.0
+
+    return search_gamma(
+        evaluate, gamma, config.mean_size, tolerance=plan.tolerance, corrections=plan.corrections if linked else 0
+    )
+
+
+def _start_gamma(plan: SearchPlan, config: CommunityConfig, memory: ResolutionMemory, key, nodes: int) -> float:
+    if config.gamma is not None:
+        return config.gamma
+    constant = plan.constant if config.deterministic else memory.get(key, plan.constant)
+    return plan.start_gamma(nodes, constant)
+
+
+def _remember(memory: ResolutionMemory, key, gamma: float, nodes: int, plan: SearchPlan) -> None:
+    if nodes > 0:
+        memory.put(key, gamma * NODES_PER_CONSTANT / nodes, plan.constant)

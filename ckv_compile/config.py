@@ -1,0 +1,160 @@
+"""The options of the backend: one frozen dataclass, validated when it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from typing import Any, Literal, get_args
+
+GraphSource = Literal["keys", "attention", "mixed"]
+Aggregation = Literal["group", "head", "layer"]
+Score = Literal["max", "softmax"]
+TopK = Literal["fast", "exact"]
+Engine = Literal["native", "igraph", "leidenalg"]
+Policy = Literal["communities", "streaming", "random"]
+Append = Literal["attend", "assign"]
+
+# gamma of mean size s on a causal key graph of n nodes is about GAMMA_NUMERATOR / s * n / 512 (measured on two models).
+GAMMA_NUMERATOR = 100.0
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"options[{name!r}] must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunityConfig:
+    """Options of ``torch.compile(model, backend="communitykv", options={...})``; counts are in tokens.
+
+    A field that is ``None`` takes the default that its comment names once the others are known.
+    """
+
+    graph: GraphSource = "keys"
+    mean_size: int | None = None  # target mean community size: 8 with "keys" and "mixed", 16 with "attention"
+    block_size: int = 2048  # tokens of one independently partitioned block ("keys")
+    append_block: int = 512  # generated tokens that are indexed together ("keys")
+    kappa: int = 8  # neighbours kept per token (paper, section 4)
+    lam: float = 0.5  # weight of direct attention against co-attention, eq. 4 (paper, section 4)
+    gamma: float | None = None  # Leiden resolution; searched per graph for mean_size when None
+    max_community_size: int = 64
+    score: Score = "max"
+    prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
+    centroid_budget: int = 0
+    policy: Policy = "communities"  # the others are controls for comparison
+
+    num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
+    recent_window: int = 64
+    budget: int = 4096  # attended tokens of one query, everything included (paper, section 4)
+    min_context: int | None = None  # contexts up to this length decode densely: budget
+    refresh_interval: int = 512  # generated tokens between partitions ("attention", "mixed"; paper, appendix B)
+    graph_aggregation: Aggregation = "group"  # one index per KV group (paper, section 4.4)
+    topk: TopK = "fast"
+    append: Append = "attend"
+
+    leiden_engine: Engine = "native"
+    workers: int | None = None  # partition threads: cores - 1; 0 partitions in the calling thread
+    partition_timeout: float = 60.0  # seconds after which contiguous pages stand in for a partition
+    seed: int = 0
+    cuda_graphs: bool = True
+    deferred_stop: bool = True
+    deterministic: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, literal in (
+            ("graph", GraphSource), ("score", Score), ("policy", Policy), ("graph_aggregation", Aggregation),
+            ("topk", TopK), ("append", Append), ("leiden_engine", Engine),
+        ):  # fmt: skip
+            _choice(name, getattr(self, name), get_args(literal))
+        for name, least in (
+            ("block_size", 64), ("append_block", 16), ("kappa", 1), ("max_community_size", 1), ("num_sink_tokens", 0),
+            ("recent_window", 1), ("budget", 1), ("refresh_interval", 1), ("seed", 0), ("centroid_budget", 0),
+        ):  # fmt: skip
+            self._integer(name, least)
+        for name in ("cuda_graphs", "deferred_stop", "deterministic", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"options[{name!r}] must be True or False, got {getattr(self, name)!r}")
+        self._number("lam", 0.0, 1.0)
+        self._number("prune", 0.0, 1.0)
+        self._number("partition_timeout", 0.0, float("inf"))
+        if self.gamma is not None:
+            self._number("gamma", 0.0, float("inf"))
+
+        self._default("mean_size", 16 if self.graph == "attention" else 8, 1)
+        self._default("min_context", self.budget, 0)
+        self._default("workers", max(1, (os.cpu_count() or 2) - 1), 0)
+
+        needed = self.num_sink_tokens + self.recent_window + 1
+        if self.budget < needed:
+            raise ValueError(
+                f"options['budget'] must be at least num_sink_tokens + recent_window + 1 ({needed}), "
+                f"got {self.budget}; raise options['budget']"
+            )
+        if self.append_block > self.block_size:
+            raise ValueError(
+                f"options['append_block'] must be at most block_size ({self.block_size}), got {self.append_block}"
+            )
+        if self.graph_aggregation == "head" and self.graph != "attention":
+            raise ValueError(
+                f"options['graph_aggregation'] = 'head' needs graph='attention', got graph={self.graph!r}: "
+                "keys are shared by the query heads of a group, so their graph is too"
+            )
+        if self.centroid_budget:
+            raise ValueError(
+                f"options['centroid_budget'] must be 0, got {self.centroid_budget}: attending centroids as summaries "
+                "of communities that were not retrieved is not supported"
+            )
+
+    def _integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"options[{name!r}] must be an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"options[{name!r}] must be at least {least}, got {value}")
+
+    def _number(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"options[{name!r}] must be a number, got {value!r}")
+        if not least <= value <= most:
+            raise ValueError(f"options[{name!r}] must be between {least} and {most}, got {value}")
+
+    def _default(self, name: str, value: int, least: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+        self._integer(name, least)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any] | None) -> tuple[CommunityConfig, dict[str, Any]]:
+        """Split ``torch.compile``'s options into ours and Inductor's own.
+
+        Returns the configuration and the options that Inductor's config knows. Any other name raises ``ValueError``.
+        """
+        from torch._inductor import config as inductor_config
+
+        ours, inductors = {}, {}
+        known = inductor_config.get_config_copy()
+        for name, value in (options or {}).items():
+            if name in cls.option_names():
+                ours[name] = value
+            elif name.replace("-", "_") in known:
+                inductors[name.replace("-", "_")] = value
+            else:
+                near = difflib.get_close_matches(name, cls.option_names(), n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"unknown option {name!r} for backend 'communitykv': it takes {', '.join(cls.option_names())} "
+                    f"and the options of torch._inductor.config{hint}"
+                )
+        return cls(**ours), inductors
+
+    def digest(self) -> str:
+        """Hash of every option, for cache keys."""
+        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()

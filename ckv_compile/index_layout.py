@@ -1,0 +1,111 @@
+"""Layout of the index of one cache: what decode graphs read and write, and how large it is.
+
+Every buffer is contiguous. A compiled graph sees a flat nominal view of it and learns the capacities from the int32
+tensor ``capacity`` (communities, tokens, log entries), so that no capacity is compiled in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ckv_compile.config import CommunityConfig
+
+NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
+NOMINAL_STATE = 1  # the same for flat index state
+
+# name -> dtype (None: that of K and V), in the order in which decode graphs take them
+INDEX_STATE: dict[str, torch.dtype | None] = {
+    "n_indexed": torch.int32,
+    "num_communities": torch.int32,
+    "centroid": None,
+    "start": torch.int32,
+    "stored": torch.int32,
+    "size": torch.int32,
+    "member": torch.int32,
+    "log_community": torch.int32,
+    "log_first": torch.int32,
+    "scores": torch.float32,
+    "tally": torch.int64,
+}
+# further state of graphs that assign new tokens to communities (eq. 6-7)
+ASSIGN_STATE: dict[str, torch.dtype | None] = {
+    "label": torch.int32,
+    "community_weight": torch.float32,
+    "total_weight": torch.float32,
+    "gamma": torch.float32,
+    "edge_neighbor": torch.int32,
+    "edge_weight": torch.float32,
+}
+
+
+def assigns_tokens(config: CommunityConfig) -> bool:
+    """Whether decode steps assign the new token to a community instead of attending it until it is indexed."""
+    return config.policy == "communities" and (config.graph != "keys" or config.append == "assign")
+
+
+def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    kinds = {**INDEX_STATE, **(ASSIGN_STATE if assigns_tokens(config) else {})}
+    return {name: kind or dtype for name, kind in kinds.items()}
+
+
+def most_communities(nodes: int, config: CommunityConfig) -> int:
+    """Room, in communities, that a partition of ``nodes`` tokens may fill: mean size half of the target at least."""
+    assert config.mean_size is not None
+    return 2 * nodes // config.mean_size + 8
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexShape:
+    """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log."""
+
+    layers: int
+    batch: int
+    graphs: int
+    lists: int
+    centroid_dim: int
+    communities: int
+    tokens: int
+    log: int
+    kappa: int
+
+    @classmethod
+    def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
+        log = 4 * config.refresh_interval if assigns_tokens(config) else 1
+        blocks = tokens // config.append_block + 2
+        graphs = geometry.num_graphs(config.graph_aggregation)
+        return cls(
+            layers=geometry.num_layers,
+            batch=batch,
+            graphs=graphs,
+            lists=graphs if config.graph == "keys" else geometry.num_query_heads,
+            centroid_dim=geometry.centroid_dim(config.graph_aggregation),
+            communities=most_communities(tokens, config) + 8 * blocks + log,
+            tokens=tokens,
+            log=log,
+            kappa=config.kappa,
+        )
+
+    def of(self, name: str) -> tuple[int, ...]:
+        per_row, per_graph = (self.layers, self.batch), (self.layers, self.batch, self.graphs)
+        edges = (*per_row, self.lists, self.log, self.kappa)
+        return {
+            "n_indexed": per_row,
+            "log_first": per_row,
+            "num_communities": per_graph,
+            "total_weight": per_graph,
+            "gamma": per_graph,
+            "centroid": (*per_graph, self.communities, self.centroid_dim),
+            "start": (*per_graph, self.communities),
+            "stored": (*per_graph, self.communities),
+            "size": (*per_graph, self.communities),
+            "community_weight": (*per_graph, self.communities),
+            "member": (*per_graph, self.tokens),
+            "label": (*per_graph, self.tokens),
+            "log_community": (*per_graph, self.log),
+            "edge_neighbor": edges,
+            "edge_weight": edges,
+            "scores": (self.batch, self.graphs, self.communities),
+            "tally": (self.layers, 2),
+        }[name]

@@ -1,0 +1,106 @@
+"""The ``ckv`` operator library: one place that declares an operator, and the checks that its arguments share.
+
+Nominal views: K, V and index state enter graphs as small views of larger buffers, so that no capacity is compiled in.
+A fake therefore never looks at the sizes of such an argument beyond batch, heads and head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("ckv", "FRAGMENT")
+TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+INT_DTYPES = (torch.int32, torch.int64)
+
+
+def register_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Declare ``ckv::<schema>`` with one implementation for every device and a fake for tracing."""
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=TAGS)
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ckv::{name}", fake, lib=LIBRARY)
+
+
+def require(condition: bool, argument: str, requirement: str, value: object) -> None:
+    """Raise ``ValueError`` that names the argument, what it must be, and what it was."""
+    if not condition:
+        raise ValueError(f"{argument} must {requirement}, got {value}")
+
+
+def require_cache(query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    """query [B, Hq, Q, D], key [B, Hkv, NOM, D], value [B, Hkv, NOM, Dv], with Hkv dividing Hq."""
+    require(query.dim() == 4, "query", "have 4 dimensions [batch, heads, tokens, head_dim]", tuple(query.shape))
+    batch, num_query_heads, _, head_dim = query.shape
+    require(
+        key.dim() == 4 and key.shape[0] == batch and key.shape[3] == head_dim,
+        "key",
+        f"be [{batch}, num_kv_heads, any, {head_dim}]",
+        tuple(key.shape),
+    )
+    require(key.dtype == query.dtype, "key", f"have query's dtype {query.dtype}", key.dtype)
+    require(
+        num_query_heads % key.shape[1] == 0,
+        "key",
+        f"have a number of heads that divides the {num_query_heads} query heads",
+        key.shape[1],
+    )
+    if value is not None:
+        require(
+            value.dim() == 4 and value.shape[:2] == key.shape[:2],
+            "value",
+            f"be [{batch}, {key.shape[1]}, any, head_dim]",
+            tuple(value.shape),
+        )
+        require(value.dtype == key.dtype, "value", f"have key's dtype {key.dtype}", value.dtype)
+
+
+def require_sink_logits(query: Tensor, sink_logits: Tensor | None) -> None:
+    if sink_logits is not None:
+        require(
+            sink_logits.dim() == 1 and sink_logits.shape[0] == query.shape[1],
+            "sink_logits",
+            f"be [{query.shape[1]}], one per query head",
+            tuple(sink_logits.shape),
+        )
+
+
+def require_length(length: Tensor) -> None:
+    require(length.dtype in INT_DTYPES, "length", "be int32 or int64", length.dtype)
+    require(length.dim() <= 1 and length.numel() == 1, "length", "have one element", tuple(length.shape))
+
+
+def require_first(first: Tensor, batch: int) -> None:
+    require(first.dtype in INT_DTYPES, "first", "be int32 or int64", first.dtype)
+    require(first.dim() == 1 and first.shape[0] == batch, "first", f"be [{batch}], one per row", tuple(first.shape))
+
+
+def require_graphs(num_graphs: int, num_query_heads: int, num_kv_heads: int) -> None:
+    """One graph per KV head, per query head, or one in all."""
+    require(
+        num_graphs in (1, num_kv_heads, num_query_heads),
+        "num_graphs",
+        f"be 1, the number of KV heads ({num_kv_heads}) or of query heads ({num_query_heads})",
+        num_graphs,
+    )
+
+
+def require_tokens(query: Tensor, key: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """tokens int32 [B, G, T] and count int32 [B, G] of one decode query."""
+    require(query.shape[2] == 1, "query", "hold one token per row", tuple(query.shape))
+    require(
+        tokens.dim() == 3 and tokens.shape[0] == query.shape[0],
+        "tokens",
+        "be [batch, graphs, any]",
+        tuple(tokens.shape),
+    )
+    require_graphs(tokens.shape[1], query.shape[1], key.shape[1])
+    require(tokens.dtype in INT_DTYPES, "tokens", "be int32 or int64", tokens.dtype)
+    require(count.shape == tokens.shape[:2], "count", f"be {tuple(tokens.shape[:2])}", tuple(count.shape))
+
+
+def require_at_least(argument: str, value: int, least: int) -> None:
+    require(value >= least, argument, f"be at least {least}", value)

@@ -1,0 +1,95 @@
+"""``ckv::retrieve``: the tokens of the best-scoring whole communities that fit the budget."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ckv_compile.ops.library import register_op, require, require_at_least, require_first, require_length
+
+
+def _check(
+    scores: Tensor,
+    length: Tensor,
+    first: Tensor,
+    batch: int,
+    num_graphs: int,
+    budget: int,
+    num_sink_tokens: int,
+    recent_window: int,
+) -> None:
+    require(scores.dtype == torch.float32, "scores", "be float32", scores.dtype)
+    require_length(length)
+    require_first(first, batch)
+    require_at_least("num_graphs", num_graphs, 1)
+    require_at_least("budget", budget, 1)
+    require_at_least("num_sink_tokens", num_sink_tokens, 0)
+    require_at_least("recent_window", recent_window, 1)
+
+
+def _retrieve(
+    scores: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    member: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    tally: Tensor,
+    layer: int,
+    batch: int,
+    num_graphs: int,
+    budget: int,
+    num_sink_tokens: int,
+    recent_window: int,
+) -> tuple[Tensor, Tensor]:
+    from ckv_compile.reference.retrieve import retrieve
+
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
+    return retrieve(
+        scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
+        first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window,
+    )  # fmt: skip
+
+
+def _retrieve_fake(
+    scores: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    member: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    tally: Tensor,
+    layer: int,
+    batch: int,
+    num_graphs: int,
+    budget: int,
+    num_sink_tokens: int,
+    recent_window: int,
+) -> tuple[Tensor, Tensor]:
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
+    return (
+        scores.new_empty((batch, num_graphs, budget), dtype=torch.int32),
+        scores.new_empty((batch, num_graphs), dtype=torch.int32),
+    )
+
+
+register_op(
+    "retrieve(Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
+    "Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
+    "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window) "
+    "-> (Tensor, Tensor)",
+    _retrieve,
+    _retrieve_fake,
+)

@@ -1,0 +1,192 @@
+"""Give a new token its community and update the index."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
+
+
+class Assignment(NamedTuple):
+    """What one new token changes in one graph."""
+
+    community: int
+    is_new: bool
+    community_increments: dict[int, float]
+    total_increment: float
+
+
+def assign_token(
+    neighbor: Tensor,
+    weight: Tensor,
+    key_new: Tensor,
+    centroid: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    label: Tensor,
+    community_weight: Tensor,
+    total_weight: Tensor,
+    edge_neighbor: Tensor,
+    edge_weight: Tensor,
+    gamma: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    layer: int,
+    num_graphs: int,
+    num_sink_tokens: int,
+    lam: float,
+) -> None:
+    """Assign the token at position ``length`` (CommunityKV, eq. 6 and 7) and advance ``n_indexed``.
+
+    neighbor int32, weight float32: [B, H, kappa] lists of ``approximate_edges`` (H = Hq) or ``key_edges`` (H = G);
+    graph g adds up the edges of its H // G lists. A list is a set: negative, repeated and unlabelled positions and
+    weights that are not positive and finite are skipped. key_new: [B, Hkv, 1, D].
+    State is flat and int32 unless said otherwise; all but log_first, gamma and capacity is mutated:
+    centroid [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C]; num_communities [L, B, G]; n_indexed
+    and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N]; community_weight [L, B, G, C],
+    total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32) [L, B, H, E, kappa].
+    A row changes only if every token before this one is indexed, the token is no sink, the log and the labels have
+    room, and every graph that needs a new community has room for one. Otherwise the token stays in the tail.
+    As in the graph of the prefill, a token's tie with itself is left out (eq. 3 has it), a deviation.
+    """
+    position = int(length)
+    batch, lists, kappa = neighbor.shape
+    max_communities, max_tokens, max_log = capacities(capacity)
+    rows = (batch,)
+    graphs = (batch, num_graphs)
+    communities = (*graphs, max_communities)
+    indexed = layer_state(n_indexed, layer, rows, "n_indexed")
+    starts = layer_state(log_first, layer, rows, "log_first").tolist()
+    nodes = [begin + num_sink_tokens for begin in first.tolist()]  # first position of a row that is in the graph
+    ready = [
+        row
+        for row, covered in enumerate(indexed.tolist())
+        if covered == position
+        and position >= nodes[row]
+        and position < max_tokens
+        and 0 <= position - starts[row] < max_log
+    ]
+    if not ready:
+        return
+    labels = layer_state(label, layer, (*graphs, max_tokens), "label")
+    number = layer_state(num_communities, layer, graphs, "num_communities")
+    log = layer_state(log_community, layer, (*graphs, max_log), "log_community")
+    weights = layer_state(community_weight, layer, communities, "community_weight")
+    totals = layer_state(total_weight, layer, graphs, "total_weight")
+    gammas = layer_state(gamma, layer, graphs, "gamma").tolist()
+    sizes = layer_state(size, layer, communities, "size")
+    starts_of = layer_state(start, layer, communities, "start")
+    stored_of = layer_state(stored, layer, communities, "stored")
+    kept_neighbor = layer_state(edge_neighbor, layer, (batch, lists, max_log, kappa), "edge_neighbor")
+    kept_weight = layer_state(edge_weight, layer, (batch, lists, max_log, kappa), "edge_weight")
+    keys = key_new[:, :, 0]  # [B, Hkv, D]
+    # One graph over several heads holds their keys side by side.
+    keys = keys.flatten(1)[:, None] if num_graphs == 1 else keys.repeat_interleave(num_graphs // keys.shape[1], 1)
+    centroids = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
+
+    grouped = neighbor.reshape(batch, num_graphs, lists // num_graphs * kappa)
+    known = labels.gather(2, grouped.long().clamp(0, max_tokens - 1))
+    of_neighbor = known.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
+    neighbors = neighbor.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
+    alphas = weight.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
+    numbers, total = number.tolist(), totals.tolist()
+    current = weights.gather(2, known.long().clamp(0, max_communities - 1))
+    current_weights = current.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
+
+    for row in ready:
+        slot = position - starts[row]
+        plans = []
+        for graph in range(num_graphs):
+            listed, label_of, weight_of = [], {position: -1}, {}
+            for head in range(lists // num_graphs):
+                entries: dict[int, float] = {}
+                for j, alpha, community, held in zip(
+                    neighbors[row][graph][head],
+                    alphas[row][graph][head],
+                    of_neighbor[row][graph][head],
+                    current_weights[row][graph][head],
+                    strict=True,
+                ):
+                    is_node = nodes[row] <= j < position and 0 <= community < max_communities
+                    if (is_node or j == position) and alpha > 0 and math.isfinite(alpha) and j not in entries:
+                        entries[j] = alpha
+                        if is_node:
+                            label_of[j], weight_of[community] = community, held
+                listed.append(entries)
+            before = total[row][graph], gammas[row][graph], numbers[row][graph]
+            plans.append(_choose(position, listed, label_of, weight_of, *before, lam))
+        if any(plan.community >= max_communities for plan in plans):
+            continue
+        for graph, plan in enumerate(plans):
+            chosen = plan.community
+            if plan.is_new:
+                number[row, graph] += 1
+                starts_of[row, graph, chosen] = 0
+                stored_of[row, graph, chosen] = 0
+                sizes[row, graph, chosen] = 0
+                weights[row, graph, chosen] = 0
+                centroids[row, graph, chosen] = 0
+            sizes[row, graph, chosen] += 1
+            mean = centroids[row, graph, chosen].to(accumulate_dtype(centroids.dtype))
+            mean += (keys[row, graph].to(mean.dtype) - mean) / sizes[row, graph, chosen]
+            centroids[row, graph, chosen] = mean.to(centroids.dtype)
+            for community, increment in plan.community_increments.items():
+                weights[row, graph, community] += increment
+            totals[row, graph] += plan.total_increment
+            labels[row, graph, position] = chosen
+            log[row, graph, slot] = chosen
+        kept_neighbor[row, :, slot] = neighbor[row].to(kept_neighbor.dtype)
+        kept_weight[row, :, slot] = weight[row]
+        indexed[row] += 1
+
+
+def _choose(
+    token: int,
+    listed: list[dict[int, float]],
+    label_of: dict[int, int],
+    weight_of: dict[int, float],
+    total: float,
+    gamma: float,
+    num_communities: int,
+    lam: float,
+) -> Assignment:
+    """The community of largest modularity gain (eq. 7), after adding the token's edges (eq. 2-4 with eq. 6).
+
+    listed: per list, the weight of each neighbour. label_of: community of each neighbour but the token itself.
+    weight_of: w_C of the neighbours' communities before this token; total: 2m before it.
+    """
+    degree: dict[int, float] = defaultdict(float)  # increments of w_j
+    tie: dict[int, float] = defaultdict(float)  # w_ij of the new token i
+    for entries in listed:
+        everything = sum(entries.values())
+        for j, alpha in entries.items():
+            degree[j] += (1 - lam) * alpha * (everything - alpha)  # co-attention with every other listed token
+            if j != token:
+                degree[j] += lam / 2 * alpha
+                degree[token] += lam / 2 * alpha
+                tie[j] += lam / 2 * alpha + (1 - lam) * alpha * entries.get(token, 0.0)
+    increments: dict[int, float] = defaultdict(float)
+    ties: dict[int, float] = defaultdict(float)
+    for j, amount in degree.items():
+        if j != token:
+            increments[label_of[j]] += amount
+            ties[label_of[j]] += tie[j]
+    total_increment = sum(degree.values())
+    best, best_gain = num_communities, 0.0  # a community of its own gains nothing
+    for community in sorted(ties):
+        chance = degree[token] * (weight_of[community] + increments[community])
+        gain = ties[community] - (gamma * chance / (total + total_increment) if chance else 0.0)
+        if gain > best_gain:
+            best, best_gain = community, gain
+    increments[best] += degree[token]
+    return Assignment(best, best == num_communities, dict(increments), total_increment)

@@ -1,0 +1,82 @@
+"""Score every community for every row and graph of a decode step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
+
+
+def route(
+    query: Tensor,
+    centroid: Tensor,
+    size: Tensor,
+    num_communities: Tensor,
+    capacity: Tensor,
+    scores: Tensor,
+    layer: int,
+    num_graphs: int,
+    num_kv_heads: int,
+    scale: float,
+    score: str,
+    length: Tensor,
+) -> None:
+    """Fill ``scores``, flat float32 [B, G, C], with the score of each community for the query at ``length``.
+
+    query: [B, Hq, 1, D]; head h belongs to graph h // (Hq // G). centroid: flat [L, B, G, C, D]; with one graph over
+    several KV heads its rows hold the heads' centroids side by side (Hkv * D), and a head uses its KV head's part.
+    size int32 [L, B, G, C], num_communities int32 [L, B, G]: flat. capacity: int32 [3]. length: int [1].
+    score: "max" is the largest q . centroid * scale over the graph's heads, "softmax" the sum over its heads of the
+    softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
+    Ids from ``num_communities`` on and empty communities get -inf.
+    """
+    batch = query.shape[0]
+    room = capacities(capacity)[0]
+    shape = (batch, num_graphs, room)
+    out = layer_state(scores, 0, shape, "scores")
+    number = layer_state(num_communities, layer, shape[:2], "num_communities")
+    used = min(int(number.amax()), room) if number.numel() else 0
+    out[..., used:] = -torch.inf
+    if used == 0:
+        return
+    ids = torch.arange(used, device=query.device)
+    sizes = layer_state(size, layer, shape, "size")[..., :used]
+    absent = (ids >= number[..., None]) | (sizes <= 0)
+    if score == "recency":
+        values = ids.to(out.dtype).expand(batch, num_graphs, used)
+    elif score == "random":
+        values = _hash(ids, int(length), layer).to(out.dtype).expand(batch, num_graphs, used)
+    else:
+        products = _products(query, centroid, layer, num_graphs, num_kv_heads, room, used)  # [B, G, heads, used]
+        if score == "max":
+            values = products.amax(2) * scale if scale >= 0 else products.amin(2) * scale
+        else:
+            products = (products * scale).masked_fill_(absent[:, :, None], -torch.inf)
+            values = torch.softmax(products, -1).sum(2)
+    out[..., :used] = torch.where(absent, -torch.inf, values.to(out.dtype))
+
+
+def _products(
+    query: Tensor, centroid: Tensor, layer: int, num_graphs: int, num_kv_heads: int, room: int, used: int
+) -> Tensor:
+    """q . centroid in float32 for the first ``used`` communities: [B, G, Hq // G, used]."""
+    batch, num_query_heads, _, dim = query.shape
+    queries = query[:, :, 0].to(accumulate_dtype(query.dtype))
+    if num_graphs == 1 and num_kv_heads > 1:
+        centroids = layer_state(centroid, layer, (batch, room, num_kv_heads, dim), "centroid").transpose(1, 2)
+    else:
+        centroids = layer_state(centroid, layer, (batch, num_graphs, room, dim), "centroid")
+    centroids = centroids[:, :, :used].to(queries.dtype)
+    parts = centroids.shape[1]
+    products = queries.view(batch, parts, num_query_heads // parts, dim) @ centroids.transpose(2, 3)
+    return products.view(batch, num_graphs, num_query_heads // num_graphs, used)
+
+
+def _hash(ids: Tensor, length: int, layer: int) -> Tensor:
+    """A 24-bit fraction in [0, 1) from three integers; arithmetic is modulo 2**32, so that kernels can repeat it."""
+    word = 0xFFFFFFFF
+    x = (ids.long() * 0x9E3779B1 + (length * 0x85EBCA77 + layer * 0xC2B2AE3D & word)) & word
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & word
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & word
+    return ((x ^ (x >> 16)) >> 8).double() * 2.0**-24

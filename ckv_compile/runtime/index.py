@@ -1,0 +1,165 @@
+"""The index of one cache: preallocated buffers with fixed addresses, and publication of partitions into them.
+
+Publication runs on the caller's thread and stream between two steps, so a step reads either the old or the new index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from ckv_compile.config import CommunityConfig
+from ckv_compile.index_layout import NOMINAL_STATE, IndexShape, assigns_tokens, state_dtypes
+
+
+class CommunityIndex:
+    """Buffers of ``index_layout`` on the device of K and V; an empty index makes every step dense."""
+
+    def __init__(self, shape: IndexShape, config: CommunityConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.config, self.dtype, self.device = shape, config, dtype, device
+        self.buffers = {
+            name: torch.zeros(shape.of(name), dtype=kind, device=device)
+            for name, kind in state_dtypes(config, dtype).items()
+        }
+        self.capacity = torch.tensor(
+            [shape.communities, shape.tokens, shape.log], dtype=torch.int32, device=device
+        )
+        self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
+        self.nominal["capacity"] = self.capacity
+        # Host mirrors, per layer: communities in use, and the (tokens, communities) at which each block ended.
+        self.used = [0] * shape.layers
+        self.marks: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["buffers"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def clear(self) -> None:
+        """Forget every community: all layers decode densely."""
+        for name in ("n_indexed", "num_communities", "log_first", "tally"):
+            self.buffers[name].zero_()
+        self.used = [0] * self.shape.layers
+        self.marks = [[] for _ in range(self.shape.layers)]
+
+    def truncate(self, length: int) -> None:
+        """Keep only blocks that end at or before ``length`` tokens: later positions will be written anew."""
+        for layer in range(self.shape.layers):
+            kept = [mark for mark in self.marks[layer] if mark[0] <= length]
+            if len(kept) == len(self.marks[layer]):
+                continue
+            tokens, communities = kept[-1] if kept else (0, 0)
+            self.marks[layer], self.used[layer] = kept, communities
+            self.n_indexed[layer].fill_(tokens)
+            self.num_communities[layer].fill_(communities)
+
+    def grown(self, shape: IndexShape) -> CommunityIndex:
+        """A larger index with the same content."""
+        larger = CommunityIndex(shape, self.config, self.dtype, self.device)
+        for name, buffer in self.buffers.items():
+            if name != "scores":
+                larger.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
+        larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
+        return larger
+
+    def append_block(self, layer: int, start: int, stop: int, partitions: list[list], key: torch.Tensor) -> None:
+        """Publish the partition of positions ``start .. stop - 1`` behind what the layer has.
+
+        partitions: [batch][graphs], positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``.
+        """
+        block = _Packed.of(partitions)
+        at = self.used[layer]
+        upto = at + block.start.shape[-1]
+        assert upto <= self.shape.communities, "the index was allocated for fewer communities"
+        self._write(layer, at, start, block, key)
+        self.used[layer] = upto
+        self.marks[layer].append((stop, upto))
+        self.num_communities[layer].fill_(upto)
+        self.n_indexed[layer].fill_(stop)
+        if assigns_tokens(self.config):
+            self.log_first[layer].fill_(stop)
+
+    def replace(self, layer: int, stop: int, partitions: list[list], key: torch.Tensor) -> None:
+        """Publish a partition of positions ``0 .. stop - 1`` in place of what the layer has."""
+        block = _Packed.of(partitions)
+        upto = block.start.shape[-1]
+        assert upto <= self.shape.communities, "the index was allocated for fewer communities"
+        self._write(layer, 0, 0, block, key)
+        self.used[layer] = upto
+        self.marks[layer] = [(stop, upto)]
+        self.num_communities[layer].fill_(upto)
+        self.n_indexed[layer].fill_(stop)
+        self.log_first[layer].fill_(stop)
+
+    def _write(self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor) -> None:
+        upto = at + block.start.shape[-1]
+        count = block.member.shape[-1]
+        member = self._device(block.member) + first
+        start = self._device(block.start) + first
+        size = self._device(block.size)
+        self.member[layer, :, :, first : first + count].copy_(member)
+        self.start[layer, :, :, at:upto].copy_(start)
+        self.stored[layer, :, :, at:upto].copy_(size)
+        self.size[layer, :, :, at:upto].copy_(size)
+        centroid = torch.ops.ckv.community_centroids(key, member, start - first, size)
+        self.centroid[layer, :, :, at:upto].copy_(centroid)
+        if "label" in self.buffers:
+            span = block.label.shape[-1]
+            label = self._device(block.label)
+            self.label[layer, :, :, first : first + span].copy_(torch.where(label >= 0, label + at, label))
+            weight = self._device(block.weight)
+            self.community_weight[layer, :, :, at:upto].copy_(weight)
+            total = weight.sum(-1)
+            self.total_weight[layer].copy_(total if at == 0 else self.total_weight[layer] + total)
+            self.gamma[layer].copy_(self._device(block.gamma))
+
+    def _device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclasses.dataclass
+class _Packed:
+    """Partitions of all rows and graphs of a layer, padded to one size: empty communities have size 0."""
+
+    start: np.ndarray  # int32 [B, G, C]
+    size: np.ndarray  # int32 [B, G, C]
+    member: np.ndarray  # int32 [B, G, M]
+    label: np.ndarray  # int32 [B, G, n]
+    weight: np.ndarray  # float32 [B, G, C]
+    gamma: np.ndarray  # float32 [B, G]
+
+    @classmethod
+    def of(cls, partitions: list[list]) -> _Packed:
+        rows, graphs = len(partitions), len(partitions[0])
+        flat = [partition for row in partitions for partition in row]
+        communities = max(len(partition.size) for partition in flat)
+        members = max(len(partition.member) for partition in flat)
+        tokens = max(len(partition.labels) for partition in flat)
+        shape = (rows * graphs, max(1, communities))
+        packed = cls(
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros((rows * graphs, max(1, members)), np.int32),
+            np.full((rows * graphs, tokens), -1, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(rows * graphs, np.float32),
+        )
+        for i, partition in enumerate(flat):
+            count = len(partition.size)
+            packed.start[i, :count] = partition.start
+            packed.size[i, :count] = partition.size
+            packed.member[i, : len(partition.member)] = partition.member
+            packed.label[i, : len(partition.labels)] = partition.labels
+            packed.gamma[i] = partition.gamma
+            if partition.weight is not None:
+                packed.weight[i, :count] = partition.weight
+        for field in dataclasses.fields(cls):
+            array = getattr(packed, field.name)
+            setattr(packed, field.name, array.reshape(rows, graphs, *array.shape[1:]))
+        return packed

@@ -1,0 +1,107 @@
+"""Finds the sequence of a cache by the storage of its keys, and lets it die with the cache."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from ckv_compile.community.resolution import ResolutionMemory
+from ckv_compile.config import CommunityConfig
+from ckv_compile.runtime.sequence import Sequence
+from ckv_compile.runtime.slab import KVSlab, SlabPool
+
+
+class Registry:
+    """All caches of this process. Slab caches are known by the address of layer 0's K, static ones by its storage."""
+
+    def __init__(self) -> None:
+        self.pool = SlabPool()
+        self._by_slab: weakref.WeakKeyDictionary[KVSlab, Sequence] = weakref.WeakKeyDictionary()
+        self._by_storage: dict[int, Sequence] = {}
+        self._memory: dict[str, ResolutionMemory] = {}
+        self._lock = threading.RLock()
+
+    def memory(self, config: CommunityConfig) -> ResolutionMemory:
+        """Resolutions that earlier partitions with these options found, per layer and graph."""
+        with self._lock:
+            return self._memory.setdefault(config.digest(), ResolutionMemory())
+
+    # ------------------------------------------------------------------ slabs
+
+    def slab_at(self, pointer: int) -> KVSlab | None:
+        for slab in self.pool.slabs():
+            if slab.pointers[0] == pointer:
+                return slab
+        return None
+
+    def sequence_of(self, slab: KVSlab) -> Sequence | None:
+        return self._by_slab.get(slab)
+
+    def attach(self, slab: KVSlab, config: CommunityConfig, geometry, batch: int) -> Sequence:
+        """The slab's sequence, made anew where it has none with these options."""
+        with self._lock:
+            sequence = self._by_slab.get(slab)
+            if sequence is None or sequence.config != config or sequence.geometry != geometry:
+                if sequence is not None:
+                    sequence.close()
+                sequence = Sequence(
+                    config, geometry, batch, slab.capacity, _slab_keys(weakref.ref(slab)), self.memory(config)
+                )
+                self._by_slab[slab] = sequence
+                weakref.finalize(slab, sequence.close)
+            return sequence
+
+    def move(self, sequence: Sequence, old: KVSlab, new: KVSlab) -> None:
+        """The cache outgrew its slab: its sequence follows it into a larger one."""
+        with self._lock:
+            self._by_slab.pop(old, None)
+            previous = self._by_slab.get(new)
+            if previous is not None:
+                previous.close()
+            sequence.keys = _slab_keys(weakref.ref(new))
+            sequence.grow(new.capacity)
+            self._by_slab[new] = sequence
+            weakref.finalize(new, sequence.close)
+
+    # ------------------------------------------------------------------ static caches
+
+    def static_sequence(self, key: torch.Tensor) -> Sequence | None:
+        return self._by_storage.get(key.untyped_storage()._cdata)
+
+    def bind_static(self, key: torch.Tensor, sequence: Sequence) -> None:
+        cdata = key.untyped_storage()._cdata
+        with self._lock:
+            previous = self._by_storage.pop(cdata, None)
+            if previous is not None and previous is not sequence:
+                previous.close()
+            self._by_storage[cdata] = sequence
+        weakref.finalize(key, self._drop_static, cdata, sequence)
+
+    def _drop_static(self, cdata: int, sequence: Sequence) -> None:
+        with self._lock:
+            if self._by_storage.get(cdata) is sequence:
+                del self._by_storage[cdata]
+                sequence.close()
+
+    # ------------------------------------------------------------------
+
+    def sequences(self) -> list[Sequence]:
+        with self._lock:
+            return [*self._by_slab.values(), *self._by_storage.values()]
+
+    def free_memory(self) -> None:
+        self.pool.free_memory()
+
+
+def _slab_keys(slab: weakref.ref[KVSlab]):
+    def keys(layer: int) -> torch.Tensor:
+        alive = slab()
+        assert alive is not None
+        return alive.layer_keys(layer)
+
+    return keys
+
+
+REGISTRY = Registry()

@@ -1,0 +1,504 @@
+"""One cache as the runtime sees it: host mirrors of its lengths, what was submitted for partition, what came back.
+
+Results of workers arrive in an inbox and are published by the caller's thread between steps, so that a compiled step
+never sees half an index and nothing ever waits for a partition (unless ``deterministic`` asks for it).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+import ckv_compile.ops  # noqa: F401  (registers the operators)
+from ckv_compile.community import partition as partitions
+from ckv_compile.community.assign import assign_greedily
+from ckv_compile.community.resolution import ResolutionMemory
+from ckv_compile.community.workers import shared_pool
+from ckv_compile.config import CommunityConfig
+from ckv_compile.errors import PartitionError
+from ckv_compile.index_layout import IndexShape
+from ckv_compile.runtime.index import CommunityIndex
+from ckv_compile.runtime.statistics import RunStatistics
+
+log = logging.getLogger(__name__)
+CONTROL_PAGE = 16  # tokens of one page of the control policies
+_identifiers = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()  # by the id that tickets carry
+
+
+@dataclasses.dataclass
+class Finished:
+    """A partition of one layer that came back: ``result[row][graph]`` over positions ``start .. stop - 1``."""
+
+    epoch: int
+    layer: int
+    start: int
+    stop: int
+    result: list[list]
+    errors: list[str]
+
+
+@dataclasses.dataclass
+class LayerEdges:
+    """Edges of one layer so far, by position ("attention", "mixed"): lists of numpy arrays along the tokens."""
+
+    neighbor: list[np.ndarray] = dataclasses.field(default_factory=list)  # int32 [B, H, m, kappa]
+    weight: list[np.ndarray] = dataclasses.field(default_factory=list)  # float32, the same shape
+    key_neighbor: list[np.ndarray] = dataclasses.field(default_factory=list)  # int32 [B, G, m, kappa], absolute
+    tokens: int = 0
+
+
+class Sequence:
+    """State of one batch of sequences that share a cache.
+
+    keys: callable that returns K of a layer as ``[B, Hkv, n, D]`` covering at least ``n`` tokens.
+    """
+
+    def __init__(self, config: CommunityConfig, geometry: Any, batch: int, capacity: int, keys, memory) -> None:
+        self.config, self.geometry, self.batch, self.keys = config, geometry, batch, keys
+        self.memory: ResolutionMemory = memory
+        self.identifier = next(_identifiers)
+        self.statistics = RunStatistics(geometry.num_layers)
+        self.length = 0
+        self.first = [0] * batch
+        self.padding_checked = False
+        device = geometry.device
+        self.shape = IndexShape.for_cache(config, geometry, batch, capacity)
+        self.index = CommunityIndex(self.shape, config, geometry.dtype, device)
+        self.length_device = torch.zeros(1, dtype=torch.int32, device=device)
+        self.version = -1  # of a static cache's first K after our last step
+        self.first_device = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.first_host = torch.zeros(batch, dtype=torch.int32)
+        self.length_host = torch.zeros(1, dtype=torch.int32)
+        self.ticket = torch.tensor([self.identifier, 0], dtype=torch.int64)
+        self.inbox: collections.deque[Finished] = collections.deque()
+        self.epoch = 0  # results of an earlier epoch belong to tokens that are gone
+        self.pending: set[Any] = set()
+        self._pending_lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
+        self.submitted = [0] * geometry.num_layers
+        self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
+        self.unseen_queries = False
+        self.refreshed_at = 0
+        self.prefilled_at: float | None = None  # until the index of that prefill is published
+        self.error: str | None = None
+        _live[self.identifier] = self
+
+    # ------------------------------------------------------------------ life
+
+    def restart(self, first: list[int]) -> None:
+        """Begin a new prompt in the same buffers."""
+        self.epoch += 1
+        self.length = self.refreshed_at = 0
+        self.index.clear()
+        self.submitted = [0] * self.geometry.num_layers
+        self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
+        self._waiting.clear()
+        self.unseen_queries = False
+        self.set_first(first)
+
+    def prefilled(self, length: int) -> None:
+        """A prefill has run; the cache holds ``length`` tokens."""
+        self.length = self.refreshed_at = length
+        self.length_device.fill_(length)
+        self.statistics.prefills += 1
+        if length > self.config.min_context:
+            self.prefilled_at = time.perf_counter()
+
+    def set_first(self, first: list[int]) -> None:
+        self.first, self.padding_checked = list(first), True
+        values = torch.tensor(first, dtype=torch.int32)
+        self.first_host.copy_(values)
+        self.first_device.copy_(values)
+
+    def close(self) -> None:
+        self.epoch += 1
+        _live.pop(self.identifier, None)
+        with self._pending_lock:
+            pending, self.pending = list(self.pending), set()
+        for ticket in pending:
+            ticket.cancel()
+
+    def truncate(self, length: int) -> None:
+        """The cache was cropped to ``length`` tokens."""
+        if length < self.length:
+            self.epoch += 1
+            self._waiting.clear()
+            self.index.truncate(length)
+            for layer, edges in enumerate(self.edges):
+                indexed = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
+                self.submitted[layer] = indexed
+                if edges.tokens > length:
+                    self.edges[layer] = _cut(edges, length)
+        self.length = length
+
+    def grow(self, capacity: int) -> None:
+        """Room for ``capacity`` tokens; the buffers move."""
+        self.shape = IndexShape.for_cache(self.config, self.geometry, self.batch, capacity)
+        self.index = self.index.grown(self.shape)
+
+    # ------------------------------------------------------------------ submission
+
+    def offer(self, layer: int, key: torch.Tensor, length: int, num_new: int, neighbor, weight) -> None:
+        """Handler of ``ckv::submit_partition``: the layer now holds ``length + num_new`` tokens."""
+        upto = length + num_new
+        if neighbor is not None:
+            edges = self.edges[layer]
+            if edges.tokens == length:
+                edges.neighbor.append(neighbor.to("cpu").numpy())
+                edges.weight.append(weight.to("cpu", torch.float32).numpy())
+                if self.config.graph == "mixed":
+                    edges.key_neighbor.append(self._key_neighbors(key, length, upto))
+                edges.tokens = upto
+        if upto <= self.config.min_context:
+            return
+        if self.config.graph == "keys" or self.config.policy != "communities":
+            self._offer_blocks(layer, key, upto, final=length == 0)
+        elif self.edges[layer].tokens == upto:
+            self._offer_whole(layer, upto, warm=length > 0)
+
+    def offer_appended(self) -> None:
+        """After a decode step: index what has gathered behind the index ("keys"), or refresh it."""
+        if self.length <= self.config.min_context:
+            return
+        if self.config.graph == "keys" or self.config.policy != "communities":
+            if self.length - min(self.submitted) >= self.config.append_block:
+                for layer in range(self.geometry.num_layers):
+                    self._offer_blocks(layer, self.keys(layer), self.length, final=False)
+        elif self.length - self.refreshed_at >= self.config.refresh_interval:
+            self.refresh()
+
+    def offer_all(self) -> None:
+        """Index a cache whose prompt the backend never saw, from its keys alone."""
+        if self.config.graph != "keys" and self.config.policy == "communities":
+            self.unseen_queries = True
+            return
+        if self.length > self.config.min_context:
+            for layer in range(self.geometry.num_layers):
+                self._offer_blocks(layer, self.keys(layer), self.length, final=True)
+
+    def refresh(self) -> None:
+        """Partition the whole context again in the background, starting from the present communities."""
+        self.refreshed_at = self.length
+        if self.unseen_queries or any(edges.tokens == 0 for edges in self.edges):
+            return
+        self._collect_logged_edges()
+        for layer in range(self.geometry.num_layers):
+            if self.edges[layer].tokens == self.length:
+                self._offer_whole(layer, self.length, warm=True)
+
+    def _offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
+        block, least = self.config.block_size, self.config.append_block
+        while self.submitted[layer] < upto:
+            start = self.submitted[layer]
+            stop = min(start + block, upto)
+            if not final and stop - start < block:
+                if stop - start < least:
+                    return
+                stop = start + least
+            self.submitted[layer] = stop
+            if self.config.policy == "communities":
+                neighbors = self._block_neighbors(key, start, stop)
+            else:
+                neighbors = np.zeros((self.batch, self.shape.graphs, stop - start, 0), np.int32)
+            first = [max(0, row + self.config.num_sink_tokens - start) for row in self.first]
+            self._submit(layer, start, stop, _partition_block, neighbors, first, self.config, self.memory, layer)
+
+    def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
+        edges = self.edges[layer]
+        neighbor, weight = _joined(edges.neighbor), _joined(edges.weight)
+        key_neighbor = _joined(edges.key_neighbor) if edges.key_neighbor else None
+        first = [row + self.config.num_sink_tokens for row in self.first]
+        initial = None
+        if warm and self.index.marks[layer]:
+            initial = self.index.label[layer, :, :, :upto].to("cpu").numpy()
+        self._submit(
+            layer, 0, upto, _partition_whole, neighbor, weight, key_neighbor, first, initial,
+            self.shape.graphs, self.config, self.memory, layer,
+        )  # fmt: skip
+
+    def _submit(self, layer: int, start: int, stop: int, function, *args) -> None:
+        epoch = self.epoch
+        inbox = self.inbox
+        graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
+        sinks, first, page = self.config.num_sink_tokens, list(self.first), self.config.mean_size
+
+        def pages():
+            return [
+                [partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed")] * graphs for row in first
+            ]
+
+        def done(result, error) -> None:
+            errors = [f"layer {layer}, positions {start}-{stop - 1}: {error}"] if error is not None else []
+            inbox.append(Finished(epoch, layer, start, stop, result, errors))
+
+        assert len(first) == batch
+        ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
+            functools.partial(function), *args, description=(layer, start, stop), fallback=pages, on_done=done
+        )
+        with self._pending_lock:
+            self.pending.add(ticket)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Forget answered tickets and account for their time."""
+        with self._pending_lock:
+            answered = {ticket for ticket in self.pending if ticket.done}
+            self.pending -= answered
+        for ticket in answered:
+            self.statistics.partition_seconds += ticket.cpu_seconds
+
+    def _block_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
+        config = self.config
+        found = torch.ops.ckv.key_neighbors(
+            key, self.first_host, start, stop, config.kappa, config.num_sink_tokens, config.graph_aggregation == "layer"
+        )
+        return found.to("cpu").numpy()
+
+    def _key_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
+        """Key neighbours of positions ``start .. stop - 1`` inside blocks, as absolute positions."""
+        pieces = []
+        for begin in range(start, stop, self.config.block_size):
+            end = min(begin + self.config.block_size, stop)
+            found = self._block_neighbors(key, begin, end)
+            pieces.append(np.where(found >= 0, found + begin, found).astype(np.int32))
+        return np.concatenate(pieces, axis=2)
+
+    def _collect_logged_edges(self) -> None:
+        """Bring the edges of generated tokens, which decode steps logged, to the host."""
+        index = self.index
+        log_first = index.log_first.to("cpu").numpy()
+        for layer, edges in enumerate(self.edges):
+            have = edges.tokens
+            base = int(log_first[layer].min())
+            low, high = have - base, self.length - base
+            if low < 0 or high > self.shape.log or base != int(log_first[layer].max()):
+                continue  # the log moved past them: this layer keeps its partition
+            neighbor = index.edge_neighbor[layer, :, :, low:high].to("cpu").numpy()
+            weight = index.edge_weight[layer, :, :, low:high].to("cpu").numpy()
+            edges.neighbor.append(neighbor)
+            edges.weight.append(weight)
+            if self.config.graph == "mixed":
+                edges.key_neighbor.append(self._key_neighbors(self.keys(layer), have, self.length))
+            edges.tokens = self.length
+
+    # ------------------------------------------------------------------ publication
+
+    def publish(self) -> None:
+        """Publish what came back. Cheap when nothing did."""
+        if self.config.deterministic:
+            self.wait()
+        while self.inbox:
+            finished = self.inbox.popleft()
+            if finished.epoch != self.epoch:
+                continue
+            for error in finished.errors:
+                self._failed(error)
+            self._waiting[finished.layer, finished.start] = finished
+        if not self._waiting:
+            return
+        for layer in range(self.geometry.num_layers):
+            self._publish_layer(layer)
+        self._reap()
+        if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
+            self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)
+            self.prefilled_at = None
+        if self.error is not None and self.config.strict:
+            error, self.error = self.error, None
+            raise PartitionError(error)
+
+    def wait(self) -> None:
+        """Until every submitted partition is back."""
+        with self._pending_lock:
+            pending = list(self.pending)
+        pool = shared_pool(self.config.workers, self.config.partition_timeout)
+        began = time.perf_counter()
+        for ticket in pending:
+            pool.wait(ticket)
+        self.statistics.waited_seconds += time.perf_counter() - began
+
+    def _publish_layer(self, layer: int) -> None:
+        index = self.index
+        if self.config.graph == "keys" or self.config.policy != "communities":
+            while True:
+                indexed = index.marks[layer][-1][0] if index.marks[layer] else 0
+                finished = self._waiting.pop((layer, indexed), None)
+                if finished is None:
+                    return
+                index.append_block(layer, finished.start, finished.stop, finished.result, self.keys(layer))
+                self.statistics.partitioned(layer, finished.result)
+        finished = self._waiting.pop((layer, 0), None)
+        if finished is None:
+            return
+        logged = self._logged_since(layer, finished.stop)
+        index.replace(layer, finished.stop, finished.result, self.keys(layer))
+        self.statistics.partitioned(layer, finished.result)
+        if logged is not None:
+            self._assign_meanwhile(layer, finished.stop, *logged)
+
+    def _logged_since(self, layer: int, stop: int):
+        """Edges of the tokens from ``stop`` on that decode steps logged, or None where there are none."""
+        index = self.index
+        base = index.log_first[layer].to("cpu")
+        base_token = int(base.min())
+        low, high = stop - base_token, self.length - base_token
+        if high <= low or low < 0 or high > self.shape.log or base_token != int(base.max()) or not index.marks[layer]:
+            return None
+        return (
+            index.edge_neighbor[layer, :, :, low:high].to("cpu").numpy().copy(),
+            index.edge_weight[layer, :, :, low:high].to("cpu").numpy().copy(),
+        )
+
+    def _assign_meanwhile(self, layer: int, stop: int, neighbor: np.ndarray, weight: np.ndarray) -> None:
+        """Assign tokens that arrived while the partition ran (eq. 7 with their logged edges)."""
+        index, graphs = self.index, self.shape.graphs
+        new = neighbor.shape[2]
+        heads = self.shape.lists // graphs
+        lam = 1.0 if self.config.graph == "keys" else self.config.lam
+        label = index.label[layer, :, :, :stop].to("cpu").numpy()
+        community_weight = index.community_weight[layer].to("cpu").numpy().astype(np.float64)
+        total = index.total_weight[layer].to("cpu").numpy().astype(np.float64)
+        gamma = index.gamma[layer].to("cpu").numpy()
+        used = index.used[layer]
+        joined = np.full((self.batch, graphs, new), -1, np.int32)
+        most = used
+        for row, graph in itertools.product(range(self.batch), range(graphs)):
+            lists = slice(graph * heads, (graph + 1) * heads)
+            weights = community_weight[row, graph]
+            labels, total[row, graph], count = assign_greedily(
+                label[row, graph], weights, float(total[row, graph]), used, neighbor[row, lists], weight[row, lists],
+                stop, gamma=float(gamma[row, graph]), lam=lam,
+            )  # fmt: skip
+            joined[row, graph] = labels
+            most = max(most, count)
+        if most > self.shape.communities or new > self.shape.log:
+            return  # no room: they stay in the attended tail
+        device = index.device
+        labels = torch.from_numpy(joined).to(device)
+        index.label[layer, :, :, stop : stop + new].copy_(labels)
+        index.log_community[layer, :, :, :new].copy_(labels)
+        index.edge_neighbor[layer, :, :, :new].copy_(torch.from_numpy(neighbor))
+        index.edge_weight[layer, :, :, :new].copy_(torch.from_numpy(weight))
+        index.community_weight[layer].copy_(torch.from_numpy(community_weight.astype(np.float32)))
+        index.total_weight[layer].copy_(torch.from_numpy(total.astype(np.float32)))
+        key = self.keys(layer)
+        self._join_centroids(layer, key, stop, labels, used, most)
+        index.num_communities[layer].fill_(most)
+        index.used[layer] = most
+        index.n_indexed[layer].fill_(stop + new)
+
+    def _join_centroids(self, layer: int, key: torch.Tensor, stop: int, labels: torch.Tensor, used: int, most: int):
+        """Running means and sizes of the communities that the new tokens joined."""
+        index, graphs = self.index, self.shape.graphs
+        index.start[layer, :, :, used:most].zero_()
+        index.stored[layer, :, :, used:most].zero_()
+        index.size[layer, :, :, used:most].zero_()
+        index.centroid[layer, :, :, used:most].zero_()
+        for row, graph in itertools.product(range(self.batch), range(graphs)):
+            centroid, size = index.centroid[layer, row, graph], index.size[layer, row, graph]
+            for token in range(labels.shape[-1]):
+                community = int(labels[row, graph, token])
+                if community < 0:
+                    continue
+                new = _graph_key(key, row, graph, graphs, stop + token).float()
+                count = size[community].float()
+                mean = (centroid[community].float() * count + new) / (count + 1)
+                centroid[community] = mean.to(centroid.dtype)
+                size[community] += 1
+
+    def _failed(self, error: str) -> None:
+        log.warning("a partition failed and contiguous pages stand in: %s", error)
+        self.statistics.failures.append(error)
+        self.error = error
+
+    # ------------------------------------------------------------------ reading
+
+    def settle(self) -> None:
+        """Move the device counters, and the time of answered jobs, into the statistics."""
+        self._reap()
+        self.statistics.collect(self.index.tally)
+
+    def indexed_layers(self) -> int:
+        return sum(bool(marks) for marks in self.index.marks)
+
+
+def _graph_key(key: torch.Tensor, row: int, graph: int, graphs: int, token: int) -> torch.Tensor:
+    heads = key.shape[1]
+    if graphs == 1:
+        return key[row, :, token].reshape(-1)
+    return key[row, graph * heads // graphs, token]
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    if len(pieces) > 1:
+        pieces[:] = [np.concatenate(pieces, axis=2)]
+    return pieces[0]
+
+
+def _cut(edges: LayerEdges, length: int) -> LayerEdges:
+    kept = LayerEdges(tokens=length)
+    for name in ("neighbor", "weight", "key_neighbor"):
+        pieces = getattr(edges, name)
+        if pieces:
+            setattr(kept, name, [_joined(pieces)[:, :, :length]])
+    return kept
+
+
+def _partition_block(neighbors: np.ndarray, first: list[int], config, memory, layer: int, *, stop) -> list[list]:
+    """Worker side of "keys" (and of the control policies, whose communities are pages)."""
+    if config.policy != "communities":
+        graphs, nodes = neighbors.shape[1], neighbors.shape[2]
+        return [[partitions.contiguous_pages(nodes, row, CONTROL_PAGE)] * graphs for row in first]
+    return [
+        partitions.partition_keys_block(
+            neighbors[row], first[row], config=config, memory=memory, layer=layer, stop=stop
+        )
+        for row in range(len(first))
+    ]
+
+
+def _partition_whole(
+    neighbor, weight, key_neighbor, first, initial, graphs: int, config, memory, layer: int, *, stop
+) -> list[list]:
+    """Worker side of "attention" and "mixed"."""
+    heads = neighbor.shape[1] // graphs
+    result = []
+    for row in range(len(first)):
+        parts = []
+        for graph in range(graphs):
+            lists = slice(graph * heads, (graph + 1) * heads)
+            common = {
+                "config": config, "memory": memory, "layer": layer, "graph": graph,
+                "initial": None if initial is None else initial[row, graph], "stop": stop,
+            }  # fmt: skip
+            if config.graph == "mixed":
+                parts.append(
+                    partitions.partition_mixed(
+                        neighbor[row, lists], weight[row, lists], key_neighbor[row, graph], first[row], **common
+                    )
+                )
+            else:
+                parts.append(
+                    partitions.partition_attention(neighbor[row, lists], weight[row, lists], first[row], **common)
+                )
+        result.append(parts)
+    return result
+
+
+def _handle_submission(identifier: int, layer: int, key, length: int, num_new: int, neighbor, weight) -> None:
+    sequence = _live.get(identifier)
+    if sequence is not None:
+        sequence.offer(layer, key, length, num_new, neighbor, weight)
+
+
+ckv_compile.ops.submit_partition.set_handler(_handle_submission)

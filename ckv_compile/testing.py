@@ -1,0 +1,274 @@
+"""Helpers of the test suite: caches and indices with awkward content, and nominal views of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+GARBAGE = 1_000_003  # stands in index state that nothing may read
+
+
+def nominal_cache(cache: Tensor, nominal: int = 1) -> Tensor:
+    """A view of the first ``nominal`` tokens of a cache [B, H, n, D]."""
+    return cache[:, :, :nominal]
+
+
+def nominal_state(state: Tensor) -> Tensor:
+    """A one-element view of contiguous index state."""
+    assert state.is_contiguous()
+    return state.flatten()[:1]
+
+
+def empty_cache(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, layout: str) -> Tensor:
+    """A cache [B, H, n, D] full of NaN; "slab" is token-major in memory, "static" head-major."""
+    if layout == "slab":
+        return torch.full((tokens, batch, heads, dim), torch.nan, dtype=dtype).permute(1, 2, 0, 3)
+    return torch.full((batch, heads, tokens, dim), torch.nan, dtype=dtype)
+
+
+def random_cache(
+    batch: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    first: list[int],
+    used: int,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "slab",
+    seed: int = 0,
+) -> Tensor:
+    """A cache with normal entries at positions first .. used - 1 and NaN everywhere else."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = empty_cache(batch, heads, tokens, dim, dtype, layout)
+    for row, begin in enumerate(first):
+        cache[row, :, begin:used] = torch.randn(heads, used - begin, dim, generator=generator).to(dtype)
+    return cache
+
+
+@dataclasses.dataclass
+class IndexState:
+    """Index state of all layers, in full shape; ``nominal`` gives an operator's view of one field."""
+
+    n_indexed: Tensor
+    log_first: Tensor
+    num_communities: Tensor
+    centroid: Tensor
+    start: Tensor
+    stored: Tensor
+    size: Tensor
+    member: Tensor
+    label: Tensor
+    log_community: Tensor
+    community_weight: Tensor
+    total_weight: Tensor
+    gamma: Tensor
+    edge_neighbor: Tensor
+    edge_weight: Tensor
+    scores: Tensor
+    tally: Tensor
+    capacity: Tensor
+
+    def nominal(self, name: str) -> Tensor:
+        return nominal_state(getattr(self, name))
+
+    def clone(self) -> IndexState:
+        return IndexState(**{f.name: getattr(self, f.name).clone() for f in dataclasses.fields(self)})
+
+
+def random_index(
+    batch: int,
+    graphs: int,
+    dim: int,
+    first: list[int],
+    n_indexed: list[int],
+    num_communities: int,
+    *,
+    num_sink_tokens: int,
+    log_entries: int = 0,
+    lists: int = 1,
+    kappa: int = 4,
+    layers: int = 2,
+    communities_room: int | None = None,
+    tokens_room: int | None = None,
+    log_room: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> IndexState:
+    """Every token from first + num_sink_tokens to n_indexed in a random community, the last ``log_entries`` in the log.
+
+    Member lists are unsorted, communities lie apart in ``member`` in a random order, some may be empty, and whatever
+    is not in use holds garbage or NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    room = communities_room or num_communities + 3
+    tokens_room = tokens_room or max(n_indexed) + 8
+    shape = (layers, batch, graphs)
+
+    def garbage(*extent: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(extent, GARBAGE if dtype == torch.int32 else torch.nan, dtype=dtype)
+
+    state = IndexState(
+        n_indexed=torch.tensor([n_indexed] * layers, dtype=torch.int32),
+        log_first=torch.zeros(layers, batch, dtype=torch.int32),
+        num_communities=torch.full(shape, num_communities, dtype=torch.int32),
+        centroid=garbage(*shape, room, dim, dtype=dtype),
+        start=garbage(*shape, room),
+        stored=garbage(*shape, room),
+        size=garbage(*shape, room),
+        member=garbage(*shape, tokens_room),
+        label=torch.full((*shape, tokens_room), -1, dtype=torch.int32),
+        log_community=garbage(*shape, log_room),
+        community_weight=garbage(*shape, room, dtype=torch.float32),
+        total_weight=torch.zeros(shape),
+        gamma=torch.rand(shape, generator=generator) + 0.5,
+        edge_neighbor=garbage(layers, batch, lists, log_room, kappa),
+        edge_weight=garbage(layers, batch, lists, log_room, kappa, dtype=torch.float32),
+        scores=garbage(batch, graphs, room, dtype=torch.float32),
+        tally=torch.zeros(layers, 2, dtype=torch.int64),
+        capacity=torch.tensor([room, tokens_room, log_room], dtype=torch.int32),
+    )
+    for layer in range(layers):
+        for row in range(batch):
+            begin = min(first[row] + num_sink_tokens, n_indexed[row])
+            boundary = max(begin, n_indexed[row] - log_entries)
+            state.log_first[layer, row] = boundary
+            for graph in range(graphs):
+                at = (layer, row, graph)
+                count = n_indexed[row] - begin
+                label = torch.randint(num_communities, (count,), generator=generator)
+                state.label[at][begin : n_indexed[row]] = label.to(torch.int32)
+                state.log_community[at][: n_indexed[row] - boundary] = label[boundary - begin :].to(torch.int32)
+                offset = 0
+                for community in torch.randperm(num_communities, generator=generator).tolist():
+                    own = (label == community).nonzero().flatten() + begin
+                    stored = own[own < boundary]
+                    stored = stored[torch.randperm(len(stored), generator=generator)]
+                    state.start[at][community] = offset
+                    state.stored[at][community] = len(stored)
+                    state.size[at][community] = len(own)
+                    state.member[at][offset : offset + len(stored)] = stored.to(torch.int32)
+                    offset += len(stored)
+                weight = torch.rand(num_communities, generator=generator) * 4
+                state.community_weight[at][:num_communities] = weight
+                state.total_weight[at] = weight.sum()
+                state.centroid[at][:num_communities] = torch.randn(num_communities, dim, generator=generator).to(dtype)
+    return state
+
+
+def attended_positions(
+    tokens: list[int], n_indexed: int, length: int, first: int, num_sink_tokens: int, recent_window: int
+) -> tuple[list[int], list[int], list[int]]:
+    """(sinks, retrieved, tail) of a decode query at position ``length``, from their definition."""
+    tail_start = max(first, min(n_indexed, length + 1 - recent_window))
+    tail = list(range(tail_start, length + 1))
+    sinks = [p for p in range(first, min(first + num_sink_tokens, length + 1)) if p not in tail]
+    return sinks, [p for p in tokens if p >= 0 and p not in sinks and p not in tail], tail
+
+
+# ---------------------------------------------------------------------- tiny models, and the graphs they compile to
+
+TINY_VOCAB = 128
+FULL_ATTENTION_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+
+
+def tiny_config(family: str, **changes):
+    """A transformers config of 2 layers, hidden size 64, 4 query and 2 KV heads, head_dim 16, 128 tokens.
+
+    ``mistral_window`` and ``gemma3`` have a sliding window of 8 tokens, in all layers and in the first.
+    """
+    import transformers
+
+    size = {
+        "vocab_size": TINY_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.3,
+    }  # fmt: skip
+    mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    name, own = {
+        "llama": ("LlamaConfig", {}),
+        "qwen2": ("Qwen2Config", {}),
+        "qwen3": ("Qwen3Config", {}),
+        "mistral": ("MistralConfig", {"sliding_window": None}),
+        "mistral_window": ("MistralConfig", {"sliding_window": 8}),
+        "phi3": ("Phi3Config", {}),
+        "gemma2": ("Gemma2Config", {**mixed, "query_pre_attn_scalar": 16}),
+        "gemma3": ("Gemma3TextConfig", {**mixed, "query_pre_attn_scalar": 16}),
+        "gpt_oss": ("GptOssConfig", {**mixed, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    }[family]
+    size = {**size, **own, **changes}
+    if family in ("qwen2", "phi3"):
+        del size["head_dim"]
+    return getattr(transformers, name)(**size)
+
+
+def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **changes):
+    """A causal language model with random weights, in eval mode, whose greedy generation never stops early."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt(batch: int = 2, tokens: int = 9, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``; ``padded`` pads 3 tokens on the left of the first row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, TINY_VOCAB, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :3], mask[0, :3] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@dataclasses.dataclass
+class Captured:
+    """One graph of dynamo, and the inputs of its first run as they were before it."""
+
+    gm: torch.fx.GraphModule
+    inputs: list | None = None
+    runs: int = 0
+
+
+class CaptureGraphs:
+    """A backend that runs graphs as they are and keeps them, in the order of their compilation."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Captured] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list, **_: object):
+        captured = Captured(gm)
+        self.graphs.append(captured)
+
+        def run(*args: object) -> object:
+            if captured.inputs is None:
+                captured.inputs = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+            captured.runs += 1
+            return gm.forward(*args)
+
+        return run
+
+
+def capture_generate(model, inputs: dict[str, Tensor], *, cache: str = "dynamic", new_tokens: int = 4) -> list[Captured]:
+    """Graphs of greedy ``generate``: prefill and decode steps. ``cache`` is "dynamic" or "static"."""
+    torch._dynamo.reset()
+    backend = CaptureGraphs()
+    model.compile(backend=backend)
+    static = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **static)
+    return backend.graphs
+
+
+def capture_call(function, *args: object, dynamic: bool | None = None, **kwargs: object) -> Captured:
+    """The one graph of a function or module that is called once, without gradients."""
+    torch._dynamo.reset()
+    backend = CaptureGraphs()
+    with torch.no_grad():
+        torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
+    assert len(backend.graphs) == 1
+    return backend.graphs[0]

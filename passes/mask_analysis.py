@@ -1,0 +1,236 @@
+"""What an attention mask means: a causal rule, a causal rule and padding, or something that is left alone.
+
+A mask is judged by the expression of its element ``[b, h, i, j]`` (``index_expressions``), never by its name or by
+counting operations. It is understood only if it is a conjunction of
+
+- ``j <= position(i)``: key ``j`` is not later than query ``i``;
+- ``padding[b, j]``: a graph input of shape [batch, keys], whose contents are known at run time only;
+- conditions that hold for every index.
+
+One more form is understood as far as it can be: the mask as a whole is a graph input, as ``generate`` makes it for
+static caches before it calls the model. ``MaskRule.given`` names the input; whoever runs the graph checks its contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from ckv_compile.passes.index_expressions import (
+    IndexedTensor,
+    IndexExpressions,
+    Load,
+    NotAnExpression,
+    broadcast_at,
+    is_tensor,
+    mutated_argument,
+    shape_of,
+)
+
+_BATCH, _HEAD, _QUERY, _KEY = sympy.symbols("b h i j", integer=True, nonnegative=True)
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Query ``i`` sees key ``j`` if ``j`` is at or before the query's own position and the named inputs allow it.
+
+    from_start: the query's position is ``i``: this call's tokens are the first of their sequence. Otherwise it is
+        ``num_keys - num_queries + i``, or the position at which the query's own key is written into a static cache.
+    padding: graph input [batch, n], nonzero where a key may be seen. ``n`` is the number of keys; for a static cache it
+        may be less, and then keys at ``n`` and after are not seen.
+    given: graph input, bool [batch or 1, 1, num_queries, num_keys]: the whole mask. Nothing else is known of it.
+    """
+
+    from_start: bool
+    padding: fx.Node | None = None
+    given: fx.Node | None = None
+
+
+class UnknownMaskError(Exception):
+    """The mask is something else; the message says what, as part of a sentence for users."""
+
+
+def judge_mask(
+    expressions: IndexExpressions,
+    mask: fx.Node,
+    *,
+    num_rows: sympy.Expr,
+    num_queries: sympy.Expr,
+    num_keys: sympy.Expr,
+    position: IndexedTensor | None,
+) -> MaskRule:
+    """The meaning of ``mask``, exactly; raises UnknownMaskError if it is not understood.
+
+    position: where the queries' own keys are written in a static cache, [num_queries]; None if they are the last keys.
+    """
+    value = mask.meta["example_value"]
+    if value.dtype.is_floating_point:
+        raise UnknownMaskError(
+            f"the mask is an additive {str(value.dtype).removeprefix('torch.')} mask ({_made_of(mask)})"
+        )
+    shape = shape_of(mask)
+    if len(shape) > 4 or not shape or (shape[-1] != num_keys):
+        raise UnknownMaskError(f"the mask of shape {tuple(value.shape)} does not have one entry per key")
+    try:
+        tensor = expressions.of(mask)
+    except NotAnExpression as error:
+        raise UnknownMaskError(
+            "the mask is computed from something that is not a causal rule and a padding mask "
+            f"({error.what}; {_made_of(mask)})"
+        ) from None
+
+    row, i, j = _variable(_BATCH, num_rows), _variable(_QUERY, num_queries), _variable(_KEY, num_keys)
+    element = broadcast_at(tensor, (row, _HEAD, i, j))
+    own = broadcast_at(position, (i,)) if position is not None else i + num_keys - num_queries
+    conditions = [_Condition(atom) for atom in sympy.And.make_args(element) if atom != sympy.true]
+
+    causal, from_start, padding, given, others = False, False, None, None, []
+    for condition in conditions:
+        load = condition.loaded
+        if condition.is_at_least_zero(own - j):
+            causal = True
+        elif condition.is_at_least_zero(i - j):
+            from_start = True
+        elif load is not None and load.index == (row, j) and _is_input(expressions, load):
+            if padding not in (None, load.tensor_name):
+                raise UnknownMaskError(f"the mask combines two padding masks ({padding}, {load.tensor_name})")
+            padding = load.tensor_name
+        elif (
+            load is not None
+            and load.index[1:] == (0, i, j)
+            and load.index[0] in (row, 0)
+            and len(conditions) == 1
+            and _is_input(expressions, load, torch.bool)
+        ):
+            given = load.tensor_name
+        elif not condition.always_holds(i, num_queries, j, num_keys):
+            others.append(condition)
+    padding = None if padding is None else expressions.loads[padding]
+    for condition in others:
+        # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
+        if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
+            raise UnknownMaskError(_explain(condition, own, i, j, mask))
+    if given is not None:
+        return MaskRule(from_start=False, given=expressions.loads[given])
+    # One query at the end of its own sequence sees every key there is; a static cache has room after that.
+    sees_all = position is None and num_queries == 1
+    if not causal and not from_start and not sees_all:
+        raise UnknownMaskError("not causal: queries also see keys after their own position")
+    return MaskRule(from_start=from_start and not causal, padding=padding)
+
+
+def mask_nodes(attention: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes that nothing but the masks of ``attention`` (SDPA calls of one graph) needs, in graph order.
+
+    Once those calls no longer use their masks, erasing these in reverse order leaves no mask computation behind.
+    """
+    attention = set(attention)
+    pending = [mask for node in attention if (mask := attention_mask(node)) is not None]
+    if not pending:
+        return []
+    graph, ancestors = pending[0].graph, set()
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending.extend(node.all_input_nodes)
+    only: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        pure = node.op in ("call_function", "call_method", "get_attr") and mutated_argument(node) is None
+        if node in ancestors and pure and all(
+            user in only or (user in attention and attention_mask(user) is node) for user in node.users
+        ):  # fmt: skip
+            only.add(node)
+    return [node for node in graph.nodes if node in only]
+
+
+def attention_mask(node: fx.Node) -> fx.Node | None:
+    """The mask argument of an SDPA call, positional or by name."""
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def _variable(symbol: sympy.Symbol, size: sympy.Expr) -> sympy.Expr:
+    return sympy.S.Zero if size == 1 else symbol
+
+
+def _is_input(expressions: IndexExpressions, load: Load, dtype: torch.dtype | None = None) -> bool:
+    node = expressions.loads[load.tensor_name]
+    right_type = dtype is None or node.meta["example_value"].dtype == dtype
+    return node.op == "placeholder" and node.name == load.tensor_name and right_type
+
+
+class _Condition:
+    """One condition of a conjunction, brought to a form in which conditions compare."""
+
+    def __init__(self, atom: sympy.Basic):
+        self.atom = atom
+        self.difference = None  # of integers: the condition is ``difference >= 0``
+        self.loaded = None  # the condition is ``load != 0``
+        if isinstance(atom, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt):
+            upper, lower = (atom.lhs, atom.rhs) if isinstance(atom, sympy.Ge | sympy.Gt) else (atom.rhs, atom.lhs)
+            strict = isinstance(atom, sympy.Gt | sympy.Lt)
+            self.difference = sympy.expand(upper - lower - (1 if strict else 0))
+        elif isinstance(atom, sympy.Ne) and isinstance(atom.lhs, Load) and atom.rhs == 0:
+            self.loaded = atom.lhs
+
+    def is_at_least_zero(self, difference: sympy.Expr) -> bool:
+        return self.difference is not None and sympy.expand(self.difference - difference) == 0
+
+    def always_holds(self, i: sympy.Expr, num_queries: sympy.Expr, j: sympy.Expr, num_keys: sympy.Expr) -> bool:
+        """True if it holds for every query and key; False if it may fail or is not linear."""
+        least = self.difference
+        if least is None or least.has(Load):
+            return False
+        for variable, size in ((i, num_queries), (j, num_keys)):
+            if variable == 0 or not least.has(variable):
+                continue
+            slope = least.diff(variable)
+            if slope.has(variable) or slope.is_nonnegative is None:
+                return False
+            least = least.subs(variable, 0 if slope.is_nonnegative else size - 1)
+        return bool(sympy.expand(least).is_nonnegative)
+
+
+def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, mask: fx.Node) -> str:
+    """What a condition is that is neither causal nor padding."""
+    atom, difference = condition.atom, condition.difference
+    if difference is not None:
+        for position in (own, i):
+            window = sympy.expand(difference - (j - position)) + 1
+            if window.is_Integer and window > 0:
+                return f"sliding window attention (each query sees only the last {window} tokens)"
+            shift = sympy.expand(difference - (position - j))
+            if shift.is_Integer:
+                return f"not causal: the mask is shifted by {shift} against the positions of the queries"
+    if condition.loaded is not None:
+        load = condition.loaded
+        if load.index == (*load.index[:-2], i, j) or len(load.index) == 4:
+            return f"the mask is a {len(load.index)}-D tensor given by the caller ({load.tensor_name})"
+        return f"the mask reads {load.tensor_name} in another way than a padding mask of the keys"
+    if atom.has(sympy.floor):
+        return "chunked attention (each query sees only keys of its own chunk)"
+    loads = sorted({load.tensor_name for load in atom.atoms(Load) if load.index})
+    if isinstance(atom, sympy.Eq) and loads:
+        return f"the mask compares tokens by {', '.join(loads)} (packed sequences, blocks or token types)"
+    if isinstance(atom, sympy.Or):
+        return f"the mask allows more than the causal rule ({_made_of(mask)})"
+    return f"the mask is not a causal rule and a padding mask ({_made_of(mask)})"
+
+
+def _made_of(mask: fx.Node) -> str:
+    """The graph inputs that a mask is computed from, for messages."""
+    seen, pending, inputs = set(), [mask], []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op in ("placeholder", "get_attr") and is_tensor(node):
+            inputs.append(node.name)
+        pending.extend(node.all_input_nodes)
+    return f"made from {', '.join(sorted(inputs))}" if inputs else "made from lengths only"

@@ -1,0 +1,208 @@
+"""Decode graphs: attention over a growing cache becomes append, route, retrieve and sparse attention.
+
+For a DynamicCache the ``cat`` that builds K and V is replaced by an append into a slab that the caller owns. K and V
+then enter as nominal views with a device-side length, so neither the length nor the capacity is left in the graph:
+one compiled graph serves every step. A StaticCache keeps its own ``index_copy_``.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+import ckv_compile.ops  # noqa: F401  (registers the operators)
+from ckv_compile.config import CommunityConfig
+from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, state_dtypes
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.match_attention import AttentionSite, Cache
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
+
+ckv = torch.ops.ckv
+
+def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: CommunityConfig) -> RewritePlan:
+    """Rewrite a decode graph (one new token per row) in place and say how to call it.
+
+    Raises ValueError with the reason when the graph cannot be rewritten; the graph is then unusable.
+    """
+    graph = gm.graph
+    geometry = geometry_of(sites)
+    cache = sites[0].cache
+    inputs = graph_edit.placeholders(graph)
+    outputs = list(graph_edit.output_node(graph).args[0])
+    state = graph_edit.add_state_inputs(graph, _fake_state(graph, sites, config))
+    length_of = _lengths(graph, sites, state)
+    for layer, site in enumerate(sites):
+        if cache is Cache.DYNAMIC:
+            key, value = state[f"key_{layer}"], state[f"value_{layer}"]
+        else:
+            key, value = site.key_cache, site.value_cache
+        _replace(graph, site, layer, key, value, length_of[layer], state, config)
+
+    past, kv_outputs = [], []
+    if cache is Cache.DYNAMIC:
+        _replace_past_length(graph, sites, state["length"])
+        past = [inputs.index(node) for site in sites for node in (site.past_key, site.past_value)]
+        kv_outputs = [outputs.index(node) for site in sites for node in (site.key_cache, site.value_cache)]
+        with graph.inserting_before(graph_edit.output_node(graph)):
+            advanced = graph.call_method("add_", (state["length"], 1))
+        advanced.meta["example_value"] = state["length"].meta["example_value"]
+    kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
+    static_length, capacity = static_sizes(sites, inputs) if cache is Cache.STATIC else (None, None)
+    graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
+    graph_edit.erase_dead(graph, frozenset(state.values()))
+    graph.lint()
+    gm.recompile()
+
+    batch = size_reader(sites[0].query.meta["example_value"].shape[0], inputs)
+    if batch is None:
+        raise ValueError("no input of the graph shows the batch size")
+    alive = set(graph_edit.placeholders(graph))
+    return RewritePlan(
+        phase="decode",
+        cache=cache,
+        geometry=geometry,
+        num_inputs=len(inputs),
+        num_outputs=len(outputs),
+        keep=[i for i, node in enumerate(inputs) if node in alive],
+        kept_outputs=kept_outputs,
+        state=list(state),
+        names=[site.name for site in sites],
+        past=past,
+        kv_outputs=kv_outputs,
+        padding=None if sites[0].padding is None else inputs.index(sites[0].padding),
+        static_keys=[inputs.index(site.key_cache) for site in sites] if cache is Cache.STATIC else [],
+        mask=None if sites[0].mask is None else inputs.index(sites[0].mask),
+        static_length=static_length,
+        static_capacity=capacity,
+        batch=batch,
+        symbolic=graph_edit.symbolic_nodes(graph),
+    )
+
+
+def _fake_state(graph: fx.Graph, sites: list[AttentionSite], config: CommunityConfig) -> dict[str, torch.Tensor]:
+    first = sites[0]
+    batch = first.query.meta["example_value"].shape[0]
+    heads, dim, dtype, device = first.num_kv_heads, first.head_dim, first.dtype, first.device
+    fakes = {}
+    with graph_edit.fake_mode_of(graph):
+        if first.cache is Cache.DYNAMIC:
+            for layer in range(len(sites)):
+                for kind in ("key", "value"):
+                    slab = torch.empty(NOMINAL_LENGTH, batch, heads, dim, dtype=dtype, device=device)
+                    fakes[f"{kind}_{layer}"] = slab.permute(1, 2, 0, 3)
+            fakes["length"] = torch.empty(1, dtype=torch.int32, device=device)
+        fakes["first"] = torch.empty(batch, dtype=torch.int32, device=device)
+        fakes["capacity"] = torch.empty(3, dtype=torch.int32, device=device)
+        for name, kind in state_dtypes(config, dtype).items():
+            fakes[name] = torch.empty(NOMINAL_STATE, dtype=kind, device=device)
+    return fakes
+
+
+def _lengths(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Node]) -> list[fx.Node]:
+    """The node that holds the number of cached tokens before this step, per layer."""
+    if sites[0].cache is Cache.DYNAMIC:
+        return [state["length"]] * len(sites)
+    # The write position of the new token is that number; it was computed before the cache's counter moved.
+    return [site.position for site in sites]
+
+
+def _replace(graph, site, layer, key, value, length, state, config) -> None:
+    groups = site.num_kv_heads
+    graphs = {"group": groups, "head": site.num_query_heads, "layer": 1}[config.graph_aggregation]
+    sinks, window = config.num_sink_tokens, config.recent_window
+    score = {"communities": config.score, "streaming": "recency", "random": "random"}[config.policy]
+    batch = site.query.meta["example_value"].shape[0]
+    with graph.inserting_before(site.node):
+        call = graph.call_function
+        if site.cache is Cache.DYNAMIC:
+            call(ckv.append_kv.default, (key, value, site.key_new, site.value_new, length))
+        if isinstance(batch, torch.SymInt):
+            size = graph.call_method("size", (site.query, 0))
+            size.meta["example_value"] = batch
+            batch = size
+        call(
+            ckv.route.default,
+            (site.query, *(state[n] for n in ("centroid", "size", "num_communities", "capacity", "scores")),
+             layer, graphs, groups, site.scale, score, length),
+        )  # fmt: skip
+        retrieved = call(
+            ckv.retrieve.default,
+            (*(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
+                                  "num_communities", "n_indexed", "capacity")),
+             length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window),
+        )  # fmt: skip
+        tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
+        attended = (tokens, count, state["n_indexed"], length, state["first"])
+        out = call(
+            ckv.sparse_attention.default,
+            (site.query, key, value, *attended, site.sink_logits, layer, site.scale, sinks, window),
+        )
+        new = [retrieved, tokens, count, out]
+        if assigns_tokens(config):
+            new += _assign(call, site, layer, key, attended, graphs, state, length, config)
+    _set_example_values(graph, new)
+    out.meta.update({k: v for k, v in site.node.meta.items() if k != "example_value"})
+    site.node.replace_all_uses_with(out)
+    graph.erase_node(site.node)
+
+
+def _assign(call, site, layer, key, attended, graphs, state, length, config) -> list[fx.Node]:
+    sinks, window, kappa = config.num_sink_tokens, config.recent_window, config.kappa
+    if config.graph == "keys":
+        lam = 1.0
+        edges = call(ckv.key_edges.default, (key, *attended, layer, sinks, window, kappa, graphs))
+    else:
+        lam = config.lam
+        edges = call(
+            ckv.approximate_edges.default, (site.query, key, *attended, layer, site.scale, sinks, window, kappa)
+        )
+    neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
+    names = ("centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
+             "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma", "capacity")  # fmt: skip
+    call(
+        ckv.assign_token.default,
+        (neighbor, weight, site.key_new, *(state[n] for n in names), length, state["first"], layer, graphs, sinks, lam),
+    )
+    return [edges, neighbor, weight]
+
+
+def _set_example_values(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Fake values of new nodes; AOTAutograd's cache is bypassed for users of nodes that lack them."""
+    with graph_edit.fake_mode_of(graph):
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+            node.meta["example_value"] = node.target(*args, **kwargs)
+
+
+def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx.Node) -> None:
+    """Position arithmetic of a loop that passes no position_ids: ``arange(q) + past_length`` reads the device length.
+
+    Only additions of a tensor and exactly the past length are touched; anything else keeps its symbol.
+    """
+    past = sites[0].past_key.meta["example_value"].shape[2]
+    if not isinstance(past, torch.SymInt):
+        return
+    replaced = None
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (operator.add, torch.add) or len(node.args) != 2:
+            continue
+        for position, arg in enumerate(node.args):
+            other = node.args[1 - position]
+            if not (isinstance(arg, fx.Node) and isinstance(other, fx.Node)):
+                continue
+            value, other_value = arg.meta.get("example_value"), other.meta.get("example_value")
+            if (
+                isinstance(value, torch.SymInt)
+                and value.node.expr == past.node.expr
+                and isinstance(other_value, torch.Tensor)
+                and other_value.dtype == torch.int64
+                and other_value.dim() == 1
+            ):
+                if replaced is None:
+                    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+                        replaced = graph.call_method("to", (length, torch.int64))
+                    with graph_edit.fake_mode_of(graph):
+                        replaced.meta["example_value"] = length.meta["example_value"].to(torch.int64)
+                node.update_arg(position, replaced)

@@ -1,0 +1,249 @@
+import pytest
+import torch
+
+import ckv_compile.ops  # noqa: F401
+from ckv_compile.testing import random_index
+
+assign_token = torch.ops.ckv.assign_token
+SINKS, LAYER, KAPPA = 4, 1, 5
+MUTATED = (
+    "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "label",
+    "community_weight", "total_weight", "edge_neighbor", "edge_weight",
+)  # fmt: skip
+STATE = (
+    "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first", "label",
+    "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma",
+)  # fmt: skip
+
+
+def case(heads=2, graphs=2, lists=6, first=(0, 3), n_indexed=(40, 40), communities=8, seed=0, dim=5, **options):
+    torch.manual_seed(seed)
+    width = dim * heads if graphs == 1 else dim
+    options = {"log_entries": 4, **options}
+    index = random_index(
+        len(first), graphs, width, list(first), list(n_indexed), communities, num_sink_tokens=SINKS, lists=lists,
+        kappa=KAPPA, seed=seed, **options,
+    )  # fmt: skip
+    neighbor = torch.randint(-1, 41, (len(first), lists, KAPPA), dtype=torch.int32)
+    weight = torch.rand(len(first), lists, KAPPA)
+    key_new = torch.randn(len(first), heads, 1, dim)
+    return neighbor, weight, key_new, index, list(first)
+
+
+def run(neighbor, weight, key_new, index, first, length=40, lam=0.5):
+    assign_token(
+        neighbor, weight, key_new, *(index.nominal(name) for name in STATE), index.capacity, torch.tensor([length]),
+        torch.tensor(first, dtype=torch.int32), LAYER, index.num_communities.shape[2], SINKS, lam,
+    )  # fmt: skip
+
+
+def oracle_graph(neighbor, weight, index, first, row, graph, lam, length=40):
+    """Eq. 2-4 as matrices over positions, then eq. 7. Returns (community or None for a new one, w, gains)."""
+    lists = neighbor.shape[1] // index.num_communities.shape[2]
+    label = index.label[LAYER, row, graph]
+    w = torch.zeros(length + 1, length + 1, dtype=torch.float64)
+    for h in range(graph * lists, (graph + 1) * lists):
+        alpha = torch.zeros(length + 1, dtype=torch.float64)  # row i of w1, and K_i where it is positive
+        for j, a in zip(neighbor[row, h].tolist(), weight[row, h].tolist(), strict=True):
+            usable = j == length or (first[row] + SINKS <= j < length and label[j] >= 0)
+            if usable and alpha[j] == 0 and 0 < a < float("inf"):
+                alpha[j] = a
+        w1 = torch.zeros_like(w)
+        w1[length] = alpha
+        w += lam / 2 * (w1 + w1.T) + (1 - lam) * torch.outer(alpha, alpha)
+    w.fill_diagonal_(0)
+    degree = w.sum(1)
+    community_weight = index.community_weight[LAYER, row, graph].double().clone()
+    for j in range(length):
+        if label[j] >= 0:
+            community_weight[label[j]] += degree[j]
+    two_m = float(index.total_weight[LAYER, row, graph]) + float(w.sum())
+    gains = {}
+    for c in {int(label[j]) for j in range(length) if w[length, j] > 0}:
+        ties = sum(float(w[length, j]) for j in range(length) if label[j] == c)
+        gamma = float(index.gamma[LAYER, row, graph])
+        gains[c] = ties - gamma * float(degree[length] * community_weight[c]) / two_m
+    best = max(gains, key=lambda c: (gains[c], -c), default=None)
+    return (best if best is not None and gains[best] > 0 else None), w, gains
+
+
+def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
+    before = index.clone()
+    run(neighbor, weight, key_new, index, first, length, lam)
+    after = index
+    chosen = []
+    for row in range(len(first)):
+        for graph in range(index.num_communities.shape[2]):
+            at = (LAYER, row, graph)
+            best, w, _ = oracle_graph(neighbor, weight, before, first, row, graph, lam, length)
+            number = int(before.num_communities[at])
+            community = number if best is None else best
+            chosen.append(best)
+            assert after.num_communities[at] == number + (best is None)
+            assert after.label[at][length] == community
+            slot = length - int(before.log_first[LAYER, row])
+            assert after.log_community[at][slot] == community
+            old_size = 0 if best is None else int(before.size[at][community])
+            assert after.size[at][community] == old_size + 1
+            if best is None:
+                assert (int(after.start[at][community]), int(after.stored[at][community])) == (0, 0)
+            keys = (
+                key_new[row].flatten()
+                if index.num_communities.shape[2] == 1
+                else (key_new[row, graph * key_new.shape[1] // index.num_communities.shape[2], 0])
+            )
+            old = before.centroid[at][community].nan_to_num()
+            torch.testing.assert_close(after.centroid[at][community], (old * old_size + keys) / (old_size + 1))
+            weights = before.community_weight[at].double().clone()
+            weights[number:] = 0
+            for j in range(length):
+                if before.label[at][j] >= 0:
+                    weights[before.label[at][j]] += w[j].sum()
+            weights[community] += w[length].sum()
+            used = int(after.num_communities[at])
+            torch.testing.assert_close(after.community_weight[at][:used].double(), weights[:used])
+            assert float(after.total_weight[at]) == pytest.approx(float(before.total_weight[at]) + float(w.sum()))
+            mine = slice(graph * neighbor.shape[1] // index.num_communities.shape[2], None)
+            assert torch.equal(after.edge_neighbor[LAYER, row, mine, slot], neighbor[row, mine])
+            assert torch.equal(after.edge_weight[LAYER, row, mine, slot], weight[row, mine])
+        assert after.n_indexed[LAYER, row] == length + 1
+    for name in STATE:
+        a, b = getattr(after, name), getattr(before, name)
+        assert torch.equal(a[0].nan_to_num(), b[0].nan_to_num()), f"{name} of the other layer changed"
+    return chosen
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("heads", "graphs", "lists"), [(2, 2, 6), (2, 2, 2), (3, 9, 9), (2, 1, 6), (1, 1, 7)])
+def test_token_joins_the_community_of_largest_gain(heads, graphs, lists, lam):
+    for seed in range(4):
+        check(*case(heads, graphs, lists, seed=seed), lam=lam)
+
+
+def test_both_options_of_equation_7_occur():
+    chosen = []
+    for gamma in (0.5, 20.0):
+        arguments = case()
+        arguments[3].gamma.fill_(gamma)
+        chosen += check(*arguments)
+    assert None in chosen
+    assert any(c is not None for c in chosen)
+
+
+def test_token_without_usable_edges_forms_its_own_community():
+    neighbor, weight, key_new, index, first = case()
+    neighbor[0] = -1
+    neighbor[1, 0] = 2  # a sink
+    neighbor[1, 1:] = 40  # only itself
+    weight[1, 2] = torch.nan
+    assert check(neighbor, weight, key_new, index, first) == [None] * 4
+
+
+def test_repeated_and_unusable_entries_are_skipped():
+    neighbor, weight, key_new, index, first = case()
+    neighbor[:, :, 1] = neighbor[:, :, 0]
+    weight[:, :, 2] = torch.inf
+    weight[:, :, 3] = -1.0
+    before = index.clone()
+    run(neighbor, weight, key_new, index, first)
+    clean_neighbor, clean_weight = neighbor.clone(), weight.clone()
+    clean_neighbor[:, :, 1:4] = -1
+    run(clean_neighbor, clean_weight, key_new, before, first)
+    for name in MUTATED:
+        if name not in ("edge_neighbor", "edge_weight"):
+            assert torch.equal(getattr(index, name).nan_to_num(), getattr(before, name).nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "reason"),
+    [
+        ({"n_indexed": (30, 30)}, 40, "earlier tokens are not indexed"),
+        ({"n_indexed": (3, 6)}, 3, "a sink token"),
+        ({"log_room": 4}, 40, "a full log"),
+        ({"tokens_room": 40}, 40, "no label left"),
+    ],
+)
+def test_row_that_cannot_take_the_token_is_unchanged(options, length, reason):
+    neighbor, weight, key_new, index, first = case(**options)
+    before = index.clone()
+    run(neighbor, weight, key_new, index, first, length)
+    for name in MUTATED:
+        a, b = getattr(index, name), getattr(before, name)
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changed in spite of {reason}"
+
+
+def test_full_graph_keeps_the_row_as_it_is_and_other_rows_go_on():
+    neighbor, weight, key_new, index, first = case(communities_room=8, first=(0, 0))
+    neighbor[0, :3] = -1  # graph 0 of row 0 needs a new community
+    neighbor[:, 3:] = 20
+    neighbor[1] = 20
+    index.gamma.fill_(1e-3)
+    before = index.clone()
+    run(neighbor, weight, key_new, index, first)
+    assert index.n_indexed[LAYER].tolist() == [40, 41]
+    for name in MUTATED:
+        a, b = getattr(index, name), getattr(before, name)
+        assert torch.equal(a[LAYER, 0].nan_to_num(), b[LAYER, 0].nan_to_num())
+
+
+def test_a_run_of_tokens_keeps_sizes_and_weights_consistent():
+    neighbor, weight, key_new, index, first = case(first=(0,), n_indexed=(40,), log_room=32)
+    index.community_weight[LAYER, 0] = index.community_weight[LAYER, 0].nan_to_num()
+    for length in range(40, 60):
+        neighbor = torch.randint(4, length + 1, neighbor.shape, dtype=torch.int32)
+        run(neighbor, torch.rand_like(weight), torch.randn_like(key_new), index, first, length)
+    at = (LAYER, 0)
+    for graph in range(2):
+        number = int(index.num_communities[LAYER, 0, graph])
+        labels = index.label[at][graph][4:60]
+        assert torch.equal(labels.bincount(minlength=number).int(), index.size[at][graph][:number])
+        assert index.n_indexed[at] - index.log_first[at] == 24
+        assert torch.equal(index.log_community[at][graph][:24], index.label[at][graph][36:60])
+        total = index.community_weight[at][graph][:number].sum()
+        torch.testing.assert_close(total, index.total_weight[at][graph])
+
+
+def test_low_precision_centroid_moves_by_one_rounding():
+    neighbor, weight, key_new, index, first = case(dtype=torch.bfloat16)
+    before = index.clone()
+    run(neighbor, weight, key_new.bfloat16(), index, first)
+    for row in range(2):
+        for graph in range(2):
+            at = (LAYER, row, graph)
+            c = int(index.label[at][40])
+            size = int(index.size[at][c])
+            old = before.centroid[at][c].double().nan_to_num()
+            want = (old * (size - 1) + key_new[row, graph, 0].bfloat16().double()) / size
+            error = (index.centroid[at][c].double() - want).abs()
+            assert (error <= torch.finfo(torch.bfloat16).eps * want.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lam": 1.5}, "lam must be between 0 and 1, got 1.5"),
+        ({"weight": torch.rand(2, 5, KAPPA)}, "weight must be"),
+        ({"weight": torch.rand(2, 6, KAPPA).half()}, "weight must be float32"),
+        ({"key_new": torch.randn(2, 2, 2, 5)}, r"key_new must be \[2, num_kv_heads, 1, head_dim\]"),
+        ({"key_new": torch.randn(2, 4, 1, 5)}, "num_graphs must be 1 or a multiple of the 4 KV heads, got 2"),
+    ],
+)
+def test_invalid_argument_is_named(change, message):
+    neighbor, weight, key_new, index, first = case()
+    arguments = {"neighbor": neighbor, "weight": weight, "key_new": key_new, "index": index, "first": first}
+    with pytest.raises(ValueError, match=message):
+        run(**{**arguments, **change})
+
+
+def test_opcheck():
+    neighbor, weight, key_new, index, first = case()
+    state = [getattr(index, name) for name in STATE]
+    for tensor in state:
+        tensor.nan_to_num_()
+    torch.library.opcheck(
+        assign_token.default,
+        (
+            neighbor, weight, key_new, *state, index.capacity, torch.tensor([40]),
+            torch.tensor(first, dtype=torch.int32), LAYER, 2, SINKS, 0.5,
+        ),
+    )  # fmt: skip
