@@ -113,7 +113,7 @@ def judge_mask(
     for condition in others:
         # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
         if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
-            raise UnknownMaskError(_explain(condition, own, i, j, mask))
+            raise UnknownMaskError(_explain(condition, own, i, j, mask, causal or from_start or num_queries == 1))
     if given is not None:
         return MaskRule(from_start=False, given=expressions.loads[given])
     # One query at the end of its own sequence sees every key there is; a static cache has room after that.
@@ -196,13 +196,13 @@ class _Condition:
         return bool(sympy.expand(least).is_nonnegative)
 
 
-def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, mask: fx.Node) -> str:
+def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, mask: fx.Node, causal: bool) -> str:
     """What a condition is that is neither causal nor padding."""
     atom, difference = condition.atom, condition.difference
     if difference is not None:
         for position in (own, i):
             window = sympy.expand(difference - (j - position)) + 1
-            if window.is_Integer and window > 0:
+            if causal and window.is_Integer and window > 0:
                 return f"sliding window attention (each query sees only the last {window} tokens)"
             shift = sympy.expand(difference - (position - j))
             if shift.is_Integer:

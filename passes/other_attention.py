@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import fx
 
@@ -13,9 +14,10 @@ _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "__matmul__"})
 # What eager attention does between the products, apart from softmax.
 _BETWEEN = frozenset(
     {
-        "mul", "imul", "mul_", "div", "truediv", "itruediv", "div_", "add", "iadd", "add_", "sub", "sub_", "tanh", "where",
-        "masked_fill", "masked_fill_", "to", "type", "float", "half", "bfloat16", "type_as", "cat", "concat", "getitem",
-        "dropout", "max", "amax", "clamp", "view", "reshape", "expand", "contiguous", "transpose", "nan_to_num", "softmax",
+        "mul", "imul", "mul_", "div", "truediv", "itruediv", "div_", "add", "iadd", "add_", "sub", "sub_", "tanh",
+        "where", "masked_fill", "masked_fill_", "to", "type", "float", "half", "bfloat16", "type_as", "cat", "concat",
+        "getitem", "dropout", "max", "amax", "clamp", "view", "reshape", "expand", "contiguous", "transpose", "softmax",
+        "nan_to_num",
     }
 )  # fmt: skip
 
@@ -28,7 +30,9 @@ def describe_other_attention(node: fx.Node) -> str | None:
     if name == "softmax":
         return _describe_eager(node)
     if node.op == "call_function" and node.target is not F.scaled_dot_product_attention:
-        full = f"{getattr(node.target, '__module__', '')}.{node.target}".lower()
+        full = (
+            str(node.target) if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) else name
+        )
         for part, what in (
             ("flex_attention", "flex_attention"),
             ("scaled_dot_product", "a backend-specific scaled_dot_product_attention"),
@@ -37,7 +41,7 @@ def describe_other_attention(node: fx.Node) -> str | None:
             ("varlen_attn", "variable-length attention"),
             ("multi_head_attention_forward", "torch.nn.MultiheadAttention"),
         ):
-            if part in name.lower() or part in full.rsplit(".", 2)[-2:]:
+            if part in full.lower():
                 return f"{what} ({name}); load the model with attn_implementation='sdpa'"
     return None
 
@@ -51,7 +55,7 @@ def _describe_eager(softmax: fx.Node) -> str | None:
         return None
     between = {target_name(node) for node in before}
     if "cat" in between or "concat" in between:
-        return "eager attention with learned sink logits (matmul, concatenated sinks, softmax); SDPA has no argument for them"
+        return "eager attention with learned sink logits; scaled_dot_product_attention has no argument for them"
     if "tanh" in between:
         return "eager attention with softcap (tanh of the scores), which scaled_dot_product_attention does not have"
     return "eager attention (matmul and softmax); load the model with attn_implementation='sdpa'"

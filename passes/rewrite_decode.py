@@ -10,16 +10,17 @@ from __future__ import annotations
 import operator
 
 import torch
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.match_attention import AttentionSite, Cache
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, state_dtypes
-from ckv_compile.passes import graph_edit
-from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 
 ckv = torch.ops.ckv
+
 
 def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: CommunityConfig) -> RewritePlan:
     """Rewrite a decode graph (one new token per row) in place and say how to call it.
@@ -141,14 +142,14 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
         )
         new = [retrieved, tokens, count, out]
         if assigns_tokens(config):
-            new += _assign(call, site, layer, key, attended, graphs, state, length, config)
+            new += _assign(call, site, layer, key, attended, out, graphs, state, length, config)
     _set_example_values(graph, new)
     out.meta.update({k: v for k, v in site.node.meta.items() if k != "example_value"})
     site.node.replace_all_uses_with(out)
     graph.erase_node(site.node)
 
 
-def _assign(call, site, layer, key, attended, graphs, state, length, config) -> list[fx.Node]:
+def _assign(call, site, layer, key, attended, out, graphs, state, length, config) -> list[fx.Node]:
     sinks, window, kappa = config.num_sink_tokens, config.recent_window, config.kappa
     if config.graph == "keys":
         lam = 1.0
@@ -163,7 +164,19 @@ def _assign(call, site, layer, key, attended, graphs, state, length, config) -> 
              "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma", "capacity")  # fmt: skip
     call(
         ckv.assign_token.default,
-        (neighbor, weight, site.key_new, *(state[n] for n in names), length, state["first"], layer, graphs, sinks, lam),
+        (
+            neighbor,
+            weight,
+            out,
+            site.key_new,
+            *(state[n] for n in names),
+            length,
+            state["first"],
+            layer,
+            graphs,
+            sinks,
+            lam,
+        ),
     )
     return [edges, neighbor, weight]
 

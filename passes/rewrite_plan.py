@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from ckv_compile.passes.match_attention import AttentionSite, Cache
 from torch import fx
 
-from ckv_compile.passes.match_attention import AttentionSite, Cache
 
 @dataclasses.dataclass(frozen=True)
 class AttentionGeometry:
@@ -69,7 +69,17 @@ def geometry_of(sites: list[AttentionSite]) -> AttentionGeometry:
 
 def uniform(sites: list[AttentionSite]) -> str | None:
     """Why the sites cannot share one index, or None if they can."""
-    for field in ("num_query_heads", "num_kv_heads", "head_dim", "dtype", "device", "cache", "padding", "mask", "is_decode"):
+    for field in (
+        "num_query_heads",
+        "num_kv_heads",
+        "head_dim",
+        "dtype",
+        "device",
+        "cache",
+        "padding",
+        "mask",
+        "is_decode",
+    ):
         values = {str(getattr(site, field)) for site in sites}
         if len(values) > 1:
             return f"the layers differ in {field}: {', '.join(sorted(values))}"

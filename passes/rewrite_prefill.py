@@ -10,15 +10,15 @@ from __future__ import annotations
 import operator
 
 import torch
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.match_attention import AttentionSite, Cache
+from ckv_compile.passes.rewrite_decode import _set_example_values
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH
-from ckv_compile.passes import graph_edit
-from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_decode import _set_example_values
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 
 ckv = torch.ops.ckv
 
@@ -95,7 +95,12 @@ def _fake_state(graph: fx.Graph, sites: list[AttentionSite]) -> dict[str, torch.
             for layer in range(len(sites)):
                 for kind in ("key", "value"):
                     slab = torch.empty(
-                        NOMINAL_LENGTH, batch, first.num_kv_heads, first.head_dim, dtype=first.dtype, device=first.device
+                        NOMINAL_LENGTH,
+                        batch,
+                        first.num_kv_heads,
+                        first.head_dim,
+                        dtype=first.dtype,
+                        device=first.device,
                     )
                     fakes[f"{kind}_{layer}"] = slab.permute(1, 2, 0, 3)
         # Host tensors: prefill runs outside CUDA graphs, and reading them costs no synchronisation.

@@ -1,6 +1,7 @@
 """Communities of tokens on the host: graphs, their partition, new tokens, and the threads that do the work.
 
 Arrays in, arrays out: numpy and numba, no torch. Names resolve on first use, because numba takes a while to import.
+A compiled function calls compiled functions of its own file only: numba's cache on disk notices no edit of another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MODULE_OF = {
     "partition_graph": "engines",
     "ResolutionMemory": "resolution", "SearchPlan": "resolution",
     "Partition": "partition", "community_room": "partition", "contiguous_pages": "partition",
-    "pages_block": "partition",
+    "pages_block": "partition", "warm_up": "partition",
     "partition_keys_block": "partition", "partition_attention": "partition", "partition_mixed": "partition",
     "assign_greedily": "assign",
     "PartitionPool": "workers", "shared_pool": "workers",

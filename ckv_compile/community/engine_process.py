@@ -12,21 +12,21 @@ import random
 import struct
 import sys
 import traceback
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
 HEADER = struct.Struct("<Q")
 
 
-def write_frame(stream: BinaryIO, message: Any) -> None:
+def write_frame(stream: IO[bytes], message: Any) -> None:
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(HEADER.pack(len(payload)))
     stream.write(payload)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> Any:
+def read_frame(stream: IO[bytes]) -> Any:
     """The next message; EOFError when the other side is gone."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -84,7 +84,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            reply = ("labels", partition_edges(**request))
+            reply: tuple = ("labels", partition_edges(**request))
         except BaseException as error:  # leidenalg raises bare BaseException
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

@@ -39,19 +39,22 @@ class EngineProcess:
             [sys.executable, "-m", "ckv_compile.community.engine_process"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env=environment,
         )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
 
     def call(self, request: dict, stop: np.ndarray | None, timeout: float | None) -> np.ndarray:
         """The labels, or PartitionError; after one that is not the engine's own report the process is gone."""
         deadline = None if timeout is None else time.monotonic() + timeout
         process = self._process
         try:
-            write_frame(process.stdin, request)
-            while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
+            write_frame(self._requests, request)
+            while not select.select([self._replies], [], [], POLL_SECONDS)[0]:
                 if stop is not None and stop[0]:
                     raise PartitionError(f"{request['engine']} was stopped")
                 if deadline is not None and time.monotonic() > deadline:
                     raise PartitionError(f"{request['engine']} took longer than {timeout} s")
-            reply = read_frame(process.stdout)
+            reply = read_frame(self._replies)
         except (OSError, EOFError) as error:
             self.kill()
             raise PartitionError(f"the {request['engine']} process ended (exit status {process.returncode})") from error
@@ -73,7 +76,7 @@ class EngineProcess:
 
     def abandon(self) -> None:
         """Close this side of the pipes; an idle process then ends."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._replies):
             with contextlib.suppress(OSError):
                 stream.close()
 

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 from numba import njit
 
+from ckv_compile.community.assign import assign_greedily
 from ckv_compile.community.engines import partition_graph
 from ckv_compile.community.graph import TokenGraph, attention_graph, key_graphs_csr, mixed_graph
-from ckv_compile.community.leiden import leiden_batch, stop_flag
+from ckv_compile.community.leiden import leiden_batch, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
 from ckv_compile.config import CommunityConfig
 
@@ -263,6 +264,26 @@ def partition_mixed(
     return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop)
 
 
+def warm_up(config: CommunityConfig) -> None:
+    """Compile, or load from numba's cache, the kernels that a configuration uses: some 15 s the first time ever.
+
+    Otherwise the first partition pays for it, and compiling holds the GIL.
+    """
+    lists = np.array([[[-1, -1], [0, -1], [1, 0], [2, 1]]], np.int32)
+    weights = np.full(lists.shape, 0.25, np.float32)
+    config = dataclasses.replace(config, leiden_engine="native")
+    memory = ResolutionMemory()
+    if config.graph == "keys":
+        partition_keys_block(lists, 0, config=config, memory=memory, layer=0)
+    elif config.graph == "attention":
+        partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
+    else:
+        partition_mixed(lists, weights, lists[0], 0, config=config, memory=memory, layer=0, graph=0)
+    if config.graph != "keys" or config.append == "assign":
+        labels = np.zeros(3, np.int32)
+        assign_greedily(labels, np.ones(4), np.ones(1), lists[:, 3:], weights[:, 3:], 3, gamma=1.0, lam=config.lam)
+
+
 def _partition_one(graph, n, config, memory, key, initial, gamma, stop) -> Partition:
     first = n - graph.num_nodes
     plan = SearchPlan.of(config)
@@ -299,8 +320,6 @@ def _weigh(partition: Partition, strength: np.ndarray) -> None:
 def _search(graph: TokenGraph, gamma, plan, config, initial, stop) -> tuple[np.ndarray, float]:
     """Labels of one graph and the gamma they were found at, by the configured engine."""
     if config.leiden_engine == "native":
-        from ckv_compile.community.leiden import start_labels
-
         labels = start_labels(graph.num_nodes, initial)[None]
         gammas = np.array([gamma], np.float64)
         leiden_batch(

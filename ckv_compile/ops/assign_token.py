@@ -1,4 +1,9 @@
-"""``ckv::assign_token``: give a new token its community and update the index (eq. 6 and 7)."""
+"""``ckv::assign_token``: give a new token its community and update the index (eq. 6 and 7).
+
+``attended`` is the output of the layer's ``sparse_attention`` and is not read. That operator reads ``n_indexed``, which
+this one advances, and Inductor moves operators towards their consumers: without the tie it would attend after the
+assignment, and Inductor would keep a copy of the old ``n_indexed`` for it.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +61,7 @@ def _check(
 def _assign_token(
     neighbor: Tensor,
     weight: Tensor,
+    attended: Tensor,
     key_new: Tensor,
     centroid: Tensor,
     start: Tensor,
@@ -92,6 +98,7 @@ def _assign_token(
 def _assign_token_fake(
     neighbor: Tensor,
     weight: Tensor,
+    attended: Tensor,
     key_new: Tensor,
     centroid: Tensor,
     start: Tensor,
@@ -119,11 +126,11 @@ def _assign_token_fake(
 
 
 register_op(
-    "assign_token(Tensor neighbor, Tensor weight, Tensor key_new, Tensor(a!) centroid, Tensor(b!) start, "
-    "Tensor(c!) stored, Tensor(d!) size, Tensor(e!) num_communities, Tensor(f!) n_indexed, Tensor(g!) log_community, "
-    "Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, Tensor(j!) total_weight, "
-    "Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, Tensor length, Tensor first, "
-    "int layer, int num_graphs, int num_sink_tokens, float lam) -> ()",
+    "assign_token(Tensor neighbor, Tensor weight, Tensor attended, Tensor key_new, Tensor(a!) centroid, "
+    "Tensor(b!) start, Tensor(c!) stored, Tensor(d!) size, Tensor(e!) num_communities, Tensor(f!) n_indexed, "
+    "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
+    "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "
+    "Tensor length, Tensor first, int layer, int num_graphs, int num_sink_tokens, float lam) -> ()",
     _assign_token,
     _assign_token_fake,
 )

@@ -55,8 +55,9 @@ def assign_token(
     centroid [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C]; num_communities [L, B, G]; n_indexed
     and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N]; community_weight [L, B, G, C],
     total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32) [L, B, H, E, kappa].
-    A row changes only if every token before this one is indexed, the token is no sink, the log and the labels have
-    room, and every graph that needs a new community has room for one. Otherwise the token stays in the tail.
+    The edges are kept wherever slot length - log_first exists, for the next partition. The rest of a row changes only
+    if every token before this one is indexed, the token is no sink, the log and the labels have room, and every graph
+    that needs a new community has room for one. Otherwise the token stays in the tail.
     As in the graph of the prefill, a token's tie with itself is left out (eq. 3 has it), a deviation.
     """
     position = int(length)
@@ -68,14 +69,15 @@ def assign_token(
     indexed = layer_state(n_indexed, layer, rows, "n_indexed")
     starts = layer_state(log_first, layer, rows, "log_first").tolist()
     nodes = [begin + num_sink_tokens for begin in first.tolist()]  # first position of a row that is in the graph
-    ready = [
-        row
-        for row, covered in enumerate(indexed.tolist())
-        if covered == position
-        and position >= nodes[row]
-        and position < max_tokens
-        and 0 <= position - starts[row] < max_log
-    ]
+    # The next partition needs the edges whether or not the token is assigned now.
+    kept_neighbor = layer_state(edge_neighbor, layer, (batch, lists, max_log, kappa), "edge_neighbor")
+    kept_weight = layer_state(edge_weight, layer, (batch, lists, max_log, kappa), "edge_weight")
+    logged = [row for row in range(batch) if 0 <= position - starts[row] < max_log]
+    for row in logged:
+        slot = position - starts[row]
+        kept_neighbor[row, :, slot] = neighbor[row].to(kept_neighbor.dtype)
+        kept_weight[row, :, slot] = weight[row]
+    ready = [row for row in logged if int(indexed[row]) == position and nodes[row] <= position < max_tokens]
     if not ready:
         return
     labels = layer_state(label, layer, (*graphs, max_tokens), "label")
@@ -87,8 +89,6 @@ def assign_token(
     sizes = layer_state(size, layer, communities, "size")
     starts_of = layer_state(start, layer, communities, "start")
     stored_of = layer_state(stored, layer, communities, "stored")
-    kept_neighbor = layer_state(edge_neighbor, layer, (batch, lists, max_log, kappa), "edge_neighbor")
-    kept_weight = layer_state(edge_weight, layer, (batch, lists, max_log, kappa), "edge_weight")
     keys = key_new[:, :, 0]  # [B, Hkv, D]
     # One graph over several heads holds their keys side by side.
     keys = keys.flatten(1)[:, None] if num_graphs == 1 else keys.repeat_interleave(num_graphs // keys.shape[1], 1)
@@ -145,8 +145,6 @@ def assign_token(
             totals[row, graph] += plan.total_increment
             labels[row, graph, position] = chosen
             log[row, graph, slot] = chosen
-        kept_neighbor[row, :, slot] = neighbor[row].to(kept_neighbor.dtype)
-        kept_weight[row, :, slot] = weight[row]
         indexed[row] += 1
 
 

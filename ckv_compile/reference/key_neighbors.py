@@ -8,7 +8,7 @@ from torch import Tensor
 from ckv_compile.reference.nominal import accumulate_dtype, cache_prefix
 from ckv_compile.reference.top_entries import top_entries
 
-ROWS_PER_BLOCK = 256
+ROWS_PER_BLOCK = 128
 
 
 def unit_keys(key: Tensor, join_heads: bool) -> Tensor:

@@ -33,7 +33,7 @@ def cache_prefix(nominal: Tensor, length: int, name: str) -> Tensor:
     Raises ValueError when the storage is too small.
     """
     batch, heads, _, dim = nominal.shape
-    return _view(nominal, (batch, heads, length, dim), nominal.stride(), nominal.storage_offset(), name)
+    return _view(nominal, (batch, heads, length, dim), nominal.stride(), int(nominal.storage_offset()), name)
 
 
 def layer_state(nominal: Tensor, layer: int, shape: tuple[int, ...], name: str) -> Tensor:
@@ -45,7 +45,7 @@ def layer_state(nominal: Tensor, layer: int, shape: tuple[int, ...], name: str) 
     for extent in reversed(shape):
         strides.append(size)
         size *= extent
-    offset = nominal.storage_offset() + layer * size
+    offset = int(nominal.storage_offset()) + layer * size
     return _view(nominal, shape, tuple(reversed(strides)), offset, name)
 
 

@@ -40,17 +40,17 @@ def topk_prefill(
     weight = query.new_zeros(shape, dtype=torch.float32)
     group_size = num_query_heads // key.shape[1]
 
-    for row, pads in enumerate(first.tolist()):
-        pads = min(max(0, pads), total)
+    for row, begin in enumerate(first.tolist()):
+        pads = min(max(0, begin), total)
         begin = max(0, pads - past)
         arguments = query[row, :, begin:], key[row, :, pads:], value[row, :, pads:], max(0, past - pads), scale
         for head, start, scores, values in causal_score_blocks(*arguments):
             heads = slice(head * group_size, (head + 1) * group_size)
             rows = slice(begin + start, begin + start + scores.shape[1])
             maximum = scores.amax(-1, keepdim=True)
-            top_scores = columns = None
+            best = None
             if scores.shape[2] > num_sink_tokens:
-                top_scores, columns = top_entries(scores[:, :, num_sink_tokens:], kappa)
+                best = top_entries(scores[:, :, num_sink_tokens:], kappa)
             probability = scores.sub_(maximum).exp_()
             norm = probability.sum(-1, keepdim=True)
             part = (probability @ values).div_(norm)
@@ -60,7 +60,8 @@ def topk_prefill(
                 part *= torch.sigmoid(log_norm - sink)
                 log_norm = torch.logaddexp(log_norm, sink)
             out[row, heads, rows] = part.to(out.dtype)
-            if columns is not None:
+            if best is not None:
+                top_scores, columns = best
                 found = top_scores > -torch.inf
                 filled = slice(0, columns.shape[-1])
                 positions = (columns + (pads + num_sink_tokens)).masked_fill_(~found, -1)

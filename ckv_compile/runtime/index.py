@@ -23,9 +23,7 @@ class CommunityIndex:
             name: torch.zeros(shape.of(name), dtype=kind, device=device)
             for name, kind in state_dtypes(config, dtype).items()
         }
-        self.capacity = torch.tensor(
-            [shape.communities, shape.tokens, shape.log], dtype=torch.int32, device=device
-        )
+        self.capacity = torch.tensor([shape.communities, shape.tokens, shape.log], dtype=torch.int32, device=device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
         self.nominal["capacity"] = self.capacity
         # Host mirrors, per layer: communities in use, and the (tokens, communities) at which each block ended.

@@ -6,7 +6,8 @@ gave it: dense, never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Arguments
+from collections.abc import Callable
+from collections.abc import Sequence as Arguments
 from typing import Any
 
 import torch
@@ -136,7 +137,12 @@ class GraphRunner:
             sequence.publish()
             self._count(sequence)
             index = sequence.index.nominal
-            state = [*slab.nominal, sequence.length_device, sequence.first_device, *(index[n] for n in self._index_names)]
+            state = [
+                *slab.nominal,
+                sequence.length_device,
+                sequence.first_device,
+                *(index[n] for n in self._index_names),
+            ]
             results = self.compiled(*(args[i] for i in plan.keep), *state)
             sequence.length += 1
             sequence.offer_appended()
@@ -247,7 +253,9 @@ class GraphRunner:
         keys = [args[i] for i in plan.static_keys]
         batch = plan.batch(args)
         if keys[0].is_inference():
-            return self._run_dense(args, statistics, "a static cache made under torch.inference_mode() cannot be tracked")
+            return self._run_dense(
+                args, statistics, "a static cache made under torch.inference_mode() cannot be tracked"
+            )
         sequence = REGISTRY.static_sequence(keys[0])
         if sequence is not None and (
             sequence.config != self.config or sequence.version != keys[0]._version or sequence.batch != batch

@@ -19,19 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-import ckv_compile.ops  # noqa: F401  (registers the operators)
+import ckv_compile.ops
 from ckv_compile.community import partition as partitions
-from ckv_compile.community.assign import assign_greedily
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
-from ckv_compile.index_layout import IndexShape
+from ckv_compile.index_layout import IndexShape, assigns_tokens
+from ckv_compile.runtime import jobs, publication
 from ckv_compile.runtime.index import CommunityIndex
 from ckv_compile.runtime.statistics import RunStatistics
 
 log = logging.getLogger(__name__)
-CONTROL_PAGE = 16  # tokens of one page of the control policies
 _identifiers = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()  # by the id that tickets carry
 
@@ -85,7 +84,7 @@ class Sequence:
         self.epoch = 0  # results of an earlier epoch belong to tokens that are gone
         self.pending: set[Any] = set()
         self._pending_lock = threading.Lock()
-        self._waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
+        self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
         self.unseen_queries = False
@@ -103,7 +102,7 @@ class Sequence:
         self.index.clear()
         self.submitted = [0] * self.geometry.num_layers
         self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
-        self._waiting.clear()
+        self.waiting.clear()
         self.unseen_queries = False
         self.set_first(first)
 
@@ -112,6 +111,11 @@ class Sequence:
         self.length = self.refreshed_at = length
         self.length_device.fill_(length)
         self.statistics.prefills += 1
+        if assigns_tokens(self.config):
+            # Decode steps log their edges from here on; tokens that were assigned are attended until the new index.
+            for layer, marks in enumerate(self.index.marks):
+                self.index.n_indexed[layer].fill_(marks[-1][0] if marks else 0)
+            self.index.log_first.fill_(length)
         if length > self.config.min_context:
             self.prefilled_at = time.perf_counter()
 
@@ -133,7 +137,7 @@ class Sequence:
         """The cache was cropped to ``length`` tokens."""
         if length < self.length:
             self.epoch += 1
-            self._waiting.clear()
+            self.waiting.clear()
             self.index.truncate(length)
             for layer, edges in enumerate(self.edges):
                 indexed = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
@@ -162,16 +166,21 @@ class Sequence:
                 edges.tokens = upto
         if upto <= self.config.min_context:
             return
-        if self.config.graph == "keys" or self.config.policy != "communities":
+        if self.in_blocks:
             self._offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
             self._offer_whole(layer, upto, warm=length > 0)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the index grows block by block, rather than being partitioned as a whole."""
+        return self.config.graph == "keys" or self.config.policy != "communities"
 
     def offer_appended(self) -> None:
         """After a decode step: index what has gathered behind the index ("keys"), or refresh it."""
         if self.length <= self.config.min_context:
             return
-        if self.config.graph == "keys" or self.config.policy != "communities":
+        if self.in_blocks:
             if self.length - min(self.submitted) >= self.config.append_block:
                 for layer in range(self.geometry.num_layers):
                     self._offer_blocks(layer, self.keys(layer), self.length, final=False)
@@ -180,7 +189,7 @@ class Sequence:
 
     def offer_all(self) -> None:
         """Index a cache whose prompt the backend never saw, from its keys alone."""
-        if self.config.graph != "keys" and self.config.policy == "communities":
+        if not self.in_blocks:
             self.unseen_queries = True
             return
         if self.length > self.config.min_context:
@@ -212,7 +221,7 @@ class Sequence:
             else:
                 neighbors = np.zeros((self.batch, self.shape.graphs, stop - start, 0), np.int32)
             first = [max(0, row + self.config.num_sink_tokens - start) for row in self.first]
-            self._submit(layer, start, stop, _partition_block, neighbors, first, self.config, self.memory, layer)
+            self._submit(layer, start, stop, jobs.partition_block, neighbors, first, self.config, self.memory, layer)
 
     def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
         edges = self.edges[layer]
@@ -223,7 +232,7 @@ class Sequence:
         if warm and self.index.marks[layer]:
             initial = self.index.label[layer, :, :, :upto].to("cpu").numpy()
         self._submit(
-            layer, 0, upto, _partition_whole, neighbor, weight, key_neighbor, first, initial,
+            layer, 0, upto, jobs.partition_whole, neighbor, weight, key_neighbor, first, initial,
             self.shape.graphs, self.config, self.memory, layer,
         )  # fmt: skip
 
@@ -235,7 +244,8 @@ class Sequence:
 
         def pages():
             return [
-                [partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed")] * graphs for row in first
+                [partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed")] * graphs
+                for row in first
             ]
 
         def done(result, error) -> None:
@@ -304,11 +314,11 @@ class Sequence:
                 continue
             for error in finished.errors:
                 self._failed(error)
-            self._waiting[finished.layer, finished.start] = finished
-        if not self._waiting:
+            self.waiting[finished.layer, finished.start] = finished
+        if not self.waiting:
             return
         for layer in range(self.geometry.num_layers):
-            self._publish_layer(layer)
+            publication.publish_layer(self, layer)
         self._reap()
         if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
             self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)
@@ -327,95 +337,6 @@ class Sequence:
             pool.wait(ticket)
         self.statistics.waited_seconds += time.perf_counter() - began
 
-    def _publish_layer(self, layer: int) -> None:
-        index = self.index
-        if self.config.graph == "keys" or self.config.policy != "communities":
-            while True:
-                indexed = index.marks[layer][-1][0] if index.marks[layer] else 0
-                finished = self._waiting.pop((layer, indexed), None)
-                if finished is None:
-                    return
-                index.append_block(layer, finished.start, finished.stop, finished.result, self.keys(layer))
-                self.statistics.partitioned(layer, finished.result)
-        finished = self._waiting.pop((layer, 0), None)
-        if finished is None:
-            return
-        logged = self._logged_since(layer, finished.stop)
-        index.replace(layer, finished.stop, finished.result, self.keys(layer))
-        self.statistics.partitioned(layer, finished.result)
-        if logged is not None:
-            self._assign_meanwhile(layer, finished.stop, *logged)
-
-    def _logged_since(self, layer: int, stop: int):
-        """Edges of the tokens from ``stop`` on that decode steps logged, or None where there are none."""
-        index = self.index
-        base = index.log_first[layer].to("cpu")
-        base_token = int(base.min())
-        low, high = stop - base_token, self.length - base_token
-        if high <= low or low < 0 or high > self.shape.log or base_token != int(base.max()) or not index.marks[layer]:
-            return None
-        return (
-            index.edge_neighbor[layer, :, :, low:high].to("cpu").numpy().copy(),
-            index.edge_weight[layer, :, :, low:high].to("cpu").numpy().copy(),
-        )
-
-    def _assign_meanwhile(self, layer: int, stop: int, neighbor: np.ndarray, weight: np.ndarray) -> None:
-        """Assign tokens that arrived while the partition ran (eq. 7 with their logged edges)."""
-        index, graphs = self.index, self.shape.graphs
-        new = neighbor.shape[2]
-        heads = self.shape.lists // graphs
-        lam = 1.0 if self.config.graph == "keys" else self.config.lam
-        label = index.label[layer, :, :, :stop].to("cpu").numpy()
-        community_weight = index.community_weight[layer].to("cpu").numpy().astype(np.float64)
-        total = index.total_weight[layer].to("cpu").numpy().astype(np.float64)
-        gamma = index.gamma[layer].to("cpu").numpy()
-        used = index.used[layer]
-        joined = np.full((self.batch, graphs, new), -1, np.int32)
-        most = used
-        for row, graph in itertools.product(range(self.batch), range(graphs)):
-            lists = slice(graph * heads, (graph + 1) * heads)
-            weights = community_weight[row, graph]
-            labels, total[row, graph], count = assign_greedily(
-                label[row, graph], weights, float(total[row, graph]), used, neighbor[row, lists], weight[row, lists],
-                stop, gamma=float(gamma[row, graph]), lam=lam,
-            )  # fmt: skip
-            joined[row, graph] = labels
-            most = max(most, count)
-        if most > self.shape.communities or new > self.shape.log:
-            return  # no room: they stay in the attended tail
-        device = index.device
-        labels = torch.from_numpy(joined).to(device)
-        index.label[layer, :, :, stop : stop + new].copy_(labels)
-        index.log_community[layer, :, :, :new].copy_(labels)
-        index.edge_neighbor[layer, :, :, :new].copy_(torch.from_numpy(neighbor))
-        index.edge_weight[layer, :, :, :new].copy_(torch.from_numpy(weight))
-        index.community_weight[layer].copy_(torch.from_numpy(community_weight.astype(np.float32)))
-        index.total_weight[layer].copy_(torch.from_numpy(total.astype(np.float32)))
-        key = self.keys(layer)
-        self._join_centroids(layer, key, stop, labels, used, most)
-        index.num_communities[layer].fill_(most)
-        index.used[layer] = most
-        index.n_indexed[layer].fill_(stop + new)
-
-    def _join_centroids(self, layer: int, key: torch.Tensor, stop: int, labels: torch.Tensor, used: int, most: int):
-        """Running means and sizes of the communities that the new tokens joined."""
-        index, graphs = self.index, self.shape.graphs
-        index.start[layer, :, :, used:most].zero_()
-        index.stored[layer, :, :, used:most].zero_()
-        index.size[layer, :, :, used:most].zero_()
-        index.centroid[layer, :, :, used:most].zero_()
-        for row, graph in itertools.product(range(self.batch), range(graphs)):
-            centroid, size = index.centroid[layer, row, graph], index.size[layer, row, graph]
-            for token in range(labels.shape[-1]):
-                community = int(labels[row, graph, token])
-                if community < 0:
-                    continue
-                new = _graph_key(key, row, graph, graphs, stop + token).float()
-                count = size[community].float()
-                mean = (centroid[community].float() * count + new) / (count + 1)
-                centroid[community] = mean.to(centroid.dtype)
-                size[community] += 1
-
     def _failed(self, error: str) -> None:
         log.warning("a partition failed and contiguous pages stand in: %s", error)
         self.statistics.failures.append(error)
@@ -432,13 +353,6 @@ class Sequence:
         return sum(bool(marks) for marks in self.index.marks)
 
 
-def _graph_key(key: torch.Tensor, row: int, graph: int, graphs: int, token: int) -> torch.Tensor:
-    heads = key.shape[1]
-    if graphs == 1:
-        return key[row, :, token].reshape(-1)
-    return key[row, graph * heads // graphs, token]
-
-
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:
     if len(pieces) > 1:
         pieces[:] = [np.concatenate(pieces, axis=2)]
@@ -452,47 +366,6 @@ def _cut(edges: LayerEdges, length: int) -> LayerEdges:
         if pieces:
             setattr(kept, name, [_joined(pieces)[:, :, :length]])
     return kept
-
-
-def _partition_block(neighbors: np.ndarray, first: list[int], config, memory, layer: int, *, stop) -> list[list]:
-    """Worker side of "keys" (and of the control policies, whose communities are pages)."""
-    if config.policy != "communities":
-        graphs, nodes = neighbors.shape[1], neighbors.shape[2]
-        return [[partitions.contiguous_pages(nodes, row, CONTROL_PAGE)] * graphs for row in first]
-    return [
-        partitions.partition_keys_block(
-            neighbors[row], first[row], config=config, memory=memory, layer=layer, stop=stop
-        )
-        for row in range(len(first))
-    ]
-
-
-def _partition_whole(
-    neighbor, weight, key_neighbor, first, initial, graphs: int, config, memory, layer: int, *, stop
-) -> list[list]:
-    """Worker side of "attention" and "mixed"."""
-    heads = neighbor.shape[1] // graphs
-    result = []
-    for row in range(len(first)):
-        parts = []
-        for graph in range(graphs):
-            lists = slice(graph * heads, (graph + 1) * heads)
-            common = {
-                "config": config, "memory": memory, "layer": layer, "graph": graph,
-                "initial": None if initial is None else initial[row, graph], "stop": stop,
-            }  # fmt: skip
-            if config.graph == "mixed":
-                parts.append(
-                    partitions.partition_mixed(
-                        neighbor[row, lists], weight[row, lists], key_neighbor[row, graph], first[row], **common
-                    )
-                )
-            else:
-                parts.append(
-                    partitions.partition_attention(neighbor[row, lists], weight[row, lists], first[row], **common)
-                )
-        result.append(parts)
-    return result
 
 
 def _handle_submission(identifier: int, layer: int, key, length: int, num_new: int, neighbor, weight) -> None:

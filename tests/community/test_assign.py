@@ -50,7 +50,9 @@ def streaming_case(seed, heads, kappa, old, new, lam):
     return graph, labels, lists, rng.random(lists.shape, np.float32)
 
 
-@pytest.mark.parametrize(("heads", "kappa", "lam", "gamma"), [(1, 4, 0.5, 1.0), (3, 5, 0.5, 8.0), (2, 8, 1.0, 3.0), (2, 3, 0.0, 2.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "kappa", "lam", "gamma"), [(1, 4, 0.5, 1.0), (3, 5, 0.5, 8.0), (2, 8, 1.0, 3.0), (2, 3, 0.0, 2.0)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_labels_and_weights_are_those_of_the_equations(seed, heads, kappa, lam, gamma, dense):
     graph, labels, lists, scores = streaming_case(seed, heads, kappa, old=24, new=30, lam=lam)
@@ -59,7 +61,8 @@ def test_labels_and_weights_are_those_of_the_equations(seed, heads, kappa, lam, 
     assigned = assign_greedily(labels, weight, total, lists, scores, 24, gamma=gamma, lam=lam)
     oracle = Oracle(dense(graph), labels.tolist(), gamma, lam)
     for t in range(30):
-        oracle.add([{int(j): float(s) for j, s in zip(lists[h, t], scores[h, t], strict=True) if j >= 0} for h in range(heads)])  # fmt: skip
+        pairs = [zip(lists[h, t].tolist(), scores[h, t].tolist(), strict=True) for h in range(heads)]
+        oracle.add([{j: score for j, score in head if j >= 0} for head in pairs])
     assert assigned.tolist() == oracle.labels[24:]
     np.testing.assert_allclose(weight, oracle.weights(64), rtol=1e-12)
     np.testing.assert_allclose(total[0], oracle.w.sum(), rtol=1e-12)
@@ -126,4 +129,7 @@ def test_unusable_entries_are_ignored():
 
 def test_weights_that_cannot_be_updated_in_place_raise():
     with pytest.raises(TypeError, match="community_weight must be float64"):
-        assign_greedily(np.zeros(3, np.int32), np.zeros(4, np.float32), np.zeros(1), np.zeros((1, 1, 1)), np.zeros((1, 1, 1)), 3, gamma=1.0, lam=0.5)  # fmt: skip
+        assign_greedily(
+            np.zeros(3, np.int32), np.zeros(4, np.float32), np.zeros(1), np.zeros((1, 1, 1)), np.zeros((1, 1, 1)), 3,
+            gamma=1.0, lam=0.5,
+        )  # fmt: skip

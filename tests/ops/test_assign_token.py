@@ -8,7 +8,7 @@ assign_token = torch.ops.ckv.assign_token
 SINKS, LAYER, KAPPA = 4, 1, 5
 MUTATED = (
     "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "label",
-    "community_weight", "total_weight", "edge_neighbor", "edge_weight",
+    "community_weight", "total_weight",
 )  # fmt: skip
 STATE = (
     "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first", "label",
@@ -32,8 +32,9 @@ def case(heads=2, graphs=2, lists=6, first=(0, 3), n_indexed=(40, 40), communiti
 
 def run(neighbor, weight, key_new, index, first, length=40, lam=0.5):
     assign_token(
-        neighbor, weight, key_new, *(index.nominal(name) for name in STATE), index.capacity, torch.tensor([length]),
-        torch.tensor(first, dtype=torch.int32), LAYER, index.num_communities.shape[2], SINKS, lam,
+        neighbor, weight, key_new, key_new, *(index.nominal(name) for name in STATE), index.capacity,
+        torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, index.num_communities.shape[2], SINKS,
+        lam,
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
             assert float(after.total_weight[at]) == pytest.approx(float(before.total_weight[at]) + float(w.sum()))
             mine = slice(graph * neighbor.shape[1] // index.num_communities.shape[2], None)
             assert torch.equal(after.edge_neighbor[LAYER, row, mine, slot], neighbor[row, mine])
-            assert torch.equal(after.edge_weight[LAYER, row, mine, slot], weight[row, mine])
+            assert torch.equal(after.edge_weight[LAYER, row, mine, slot].nan_to_num(), weight[row, mine].nan_to_num())
         assert after.n_indexed[LAYER, row] == length + 1
     for name in STATE:
         a, b = getattr(after, name), getattr(before, name)
@@ -150,8 +151,7 @@ def test_repeated_and_unusable_entries_are_skipped():
     clean_neighbor[:, :, 1:4] = -1
     run(clean_neighbor, clean_weight, key_new, before, first)
     for name in MUTATED:
-        if name not in ("edge_neighbor", "edge_weight"):
-            assert torch.equal(getattr(index, name).nan_to_num(), getattr(before, name).nan_to_num())
+        assert torch.equal(getattr(index, name).nan_to_num(), getattr(before, name).nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,22 @@ def test_repeated_and_unusable_entries_are_skipped():
         ({"tokens_room": 40}, 40, "no label left"),
     ],
 )
-def test_row_that_cannot_take_the_token_is_unchanged(options, length, reason):
+def test_row_that_cannot_take_the_token_keeps_only_its_edges(options, length, reason):
     neighbor, weight, key_new, index, first = case(**options)
     before = index.clone()
     run(neighbor, weight, key_new, index, first, length)
     for name in MUTATED:
         a, b = getattr(index, name), getattr(before, name)
         assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changed in spite of {reason}"
+    for row in range(2):
+        slot = length - int(index.log_first[LAYER, row])
+        if 0 <= slot < index.edge_weight.shape[3]:
+            assert torch.equal(index.edge_neighbor[LAYER, row, :, slot], neighbor[row])
+            assert torch.equal(index.edge_weight[LAYER, row, :, slot], weight[row])
+            before.edge_neighbor[LAYER, row, :, slot] = neighbor[row]
+            before.edge_weight[LAYER, row, :, slot] = weight[row]
+    assert torch.equal(index.edge_neighbor, before.edge_neighbor)
+    assert torch.equal(index.edge_weight.nan_to_num(), before.edge_weight.nan_to_num())
 
 
 def test_full_graph_keeps_the_row_as_it_is_and_other_rows_go_on():
@@ -187,7 +196,9 @@ def test_full_graph_keeps_the_row_as_it_is_and_other_rows_go_on():
 
 
 def test_a_run_of_tokens_keeps_sizes_and_weights_consistent():
-    neighbor, weight, key_new, index, first = case(first=(0,), n_indexed=(40,), log_room=32)
+    neighbor, weight, key_new, index, first = case(
+        first=(0,), n_indexed=(40,), log_room=32, communities_room=40, tokens_room=64
+    )
     index.community_weight[LAYER, 0] = index.community_weight[LAYER, 0].nan_to_num()
     for length in range(40, 60):
         neighbor = torch.randint(4, length + 1, neighbor.shape, dtype=torch.int32)
@@ -243,7 +254,7 @@ def test_opcheck():
     torch.library.opcheck(
         assign_token.default,
         (
-            neighbor, weight, key_new, *state, index.capacity, torch.tensor([40]),
+            neighbor, weight, key_new, key_new, *state, index.capacity, torch.tensor([40]),
             torch.tensor(first, dtype=torch.int32), LAYER, 2, SINKS, 0.5,
         ),
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """A decode step of several layers, compiled: the operators keep their order and nothing copies the caches or state."""
 
+import re
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -13,6 +15,7 @@ BATCH, HEADS, KV_HEADS, DIM, LAYERS = 2, 6, 2, 16, 2
 SINKS, WINDOW, BUDGET, KAPPA = 4, 6, 30, 3
 STATE = tuple(IndexState.__dataclass_fields__)
 NOMINAL = 3
+CHAIN = ("route", "retrieve", "sparse_attention", "assign_token")  # each before the next, layer by layer
 
 
 def decode(query, key_new, value_new, length, first, caches, **state):
@@ -39,7 +42,7 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             hidden, key, tokens, count, s["n_indexed"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA
         )
         ckv.assign_token(
-            neighbor, weight, new, s["centroid"], s["start"], s["stored"], s["size"], s["num_communities"],
+            neighbor, weight, attended, new, s["centroid"], s["start"], s["stored"], s["size"], s["num_communities"],
             s["n_indexed"], s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"],
             s["edge_neighbor"], s["edge_weight"], s["gamma"], s["capacity"], length, first, layer, KV_HEADS, SINKS, 0.5,
         )  # fmt: skip
@@ -106,9 +109,14 @@ def test_compiled_steps_equal_eager_steps_and_copy_no_buffer(fresh_dynamo, layou
             shape = line.split("empty_strided")[1]
             assert nominal_cache_shape not in shape, line
             assert "((1, )" not in shape, line  # a flat view of state
-    calls = [line.split("torch.ops.ckv.")[1].split(".")[0] for line in body.splitlines() if "torch.ops.ckv." in line]
-    one_layer = ["append_kv", "route", "retrieve", "sparse_attention", "approximate_edges", "assign_token"]
-    assert calls == one_layer * LAYERS
+    calls = re.findall(r"torch\.ops\.ckv\.(\w+)\.default\(", body)
+    assert sorted(calls) == sorted(["append_kv", "approximate_edges", *CHAIN] * LAYERS)
+    at = {name: [i for i, call in enumerate(calls) if call == name] for name in calls}
+    for layer in range(LAYERS):
+        places = [at[name][layer] for name in CHAIN]
+        assert places == sorted(places)
+        assert at["append_kv"][layer] < at["sparse_attention"][layer]
+        assert at["append_kv"][layer] < at["approximate_edges"][layer]
 
 
 def test_one_compiled_graph_serves_every_capacity_and_length(fresh_dynamo):

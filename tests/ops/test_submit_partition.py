@@ -103,7 +103,7 @@ PROGRAM = textwrap.dedent(
         out = query
         for layer in range(2):
             key, value = caches[2 * layer], caches[2 * layer + 1]
-            ckv.append_kv(key, value, key_new + layer, key_new, length)
+            ckv.append_kv(key, value, key_new, key_new, length)
             ckv.submit_partition(ticket, key, length, key_new.shape[2], None, None, layer)
             out = ckv.prefill_attention(out, key, value, length, first, ticket, 0.3, None)
         return out
