@@ -1,5 +1,8 @@
-"""Graphs of tiny models are traced, hardly run: more threads than one only cost time."""
+"""Graphs of tiny models are traced, hardly run: what tracing does not need is switched off."""
+
+import logging
 
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # more only cost time
+logging.getLogger("torch.__trace").propagate = False  # megabytes of records that pytest would keep for its reports

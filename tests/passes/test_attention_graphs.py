@@ -5,15 +5,18 @@ Rewrite the expected texts with ``EXPECTTEST_ACCEPT=1 pytest``.
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from expecttest import assert_expected_inline
+from torch import fx
+
 from ckv_compile.passes.index_expressions import is_tensor, target_name
 from ckv_compile.passes.match_attention import find_sites
 from ckv_compile.testing import Captured, capture_generate, prompt, tiny_model
-from expecttest import assert_expected_inline
-from torch import fx
 
 RECORDED = transformers.__version__.startswith("5.24") and torch.__version__.startswith("2.13")
 pytestmark = pytest.mark.skipif(
@@ -23,6 +26,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 _STRUCTURE = frozenset({"cat", "getitem", "expand", "reshape", "index_copy_", "zeros", "tensor", "add_", "to"})
+
+
+def _is_followed(node: fx.Node) -> bool:
+    """True for caches, masks, positions and views, false for what the layer computes."""
+    value = node.meta.get("example_value")
+    return not is_tensor(node) or not value.dtype.is_floating_point or target_name(node) in _STRUCTURE
+
+
+def _text(argument: object) -> str:
+    if isinstance(argument, slice):
+        return f"{'' if argument.start is None else argument.start}:{'' if argument.stop is None else argument.stop}"
+    if isinstance(argument, tuple | list):
+        return f"[{', '.join(map(_text, argument))}]"
+    return str(argument)
 
 
 def attention_text(captured: Captured) -> str:
@@ -39,8 +56,7 @@ def attention_text(captured: Captured) -> str:
         if node in shown or isinstance(value, int | torch.SymInt):
             continue
         shown.add(node)
-        follow = not is_tensor(node) or not value.dtype.is_floating_point or target_name(node) in _STRUCTURE
-        if follow:
+        if _is_followed(node):
             pending.extend(node.all_input_nodes)
         pending.extend(user for user in node.users if target_name(user) == "index_copy_")
     lines = []
@@ -50,16 +66,14 @@ def attention_text(captured: Captured) -> str:
         size = list(node.meta["example_value"].shape)
         if node.op == "placeholder":
             lines.append(f"{node.name} {size}")
-        elif (
-            is_tensor(node)
-            and node.meta["example_value"].dtype.is_floating_point
-            and target_name(node) not in _STRUCTURE
-            and node is not last
-        ):
+        elif node is not last and not _is_followed(node):
             lines.append(f"{node.name} {size} = ...")
         else:
-            arguments = [str(argument) for argument in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name} {size} = {target_name(node)}({', '.join(arguments)})")
+            arguments = [_text(argument) for argument in node.args] + [
+                f"{name}={_text(value)}" for name, value in node.kwargs.items() if name not in ("device", "dtype")
+            ]
+            line = f"{node.name} {size} = {target_name(node)}({', '.join(arguments)})"
+            lines.extend(textwrap.wrap(line, 110, subsequent_indent="    ", break_long_words=False))
     return "\n".join([header, *lines])
 
 
@@ -78,62 +92,68 @@ def graphs():
 
 
 def test_llama_dynamic_prefill(graphs):
-    assert_expected_inline(attention_text(graphs("llama", "dynamic")[0]), """\
+    assert_expected_inline(
+        attention_text(graphs("llama", "dynamic")[0]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_attention_mask_ [2, 9]
-attention_mask [2, 9] = to(l_kwargs_attention_mask_, device=cpu, dtype=torch.bool)
-batch_arange [2] = arange(2, device=cpu)
-arange_2 [9] = arange(9, device=cpu)
+attention_mask [2, 9] = to(l_kwargs_attention_mask_)
+batch_arange [2] = arange(2)
+arange_2 [9] = arange(9)
 q_arange [9] = add(arange_2, 0)
-arange_3 [9] = arange(9, device=cpu)
+arange_3 [9] = arange(9)
 kv_arange [9] = add(arange_3, 0)
-batch_indices [2, 1, 1, 1] = getitem(batch_arange, (slice(None, None, None), None, None, None))
-q_indices [1, 1, 9, 1] = getitem(q_arange, (None, None, slice(None, None, None), None))
-kv_indices [1, 1, 1, 9] = getitem(kv_arange, (None, None, None, slice(None, None, None)))
-result [] = new_ones(q_indices, (), dtype=torch.bool)
+batch_indices [2, 1, 1, 1] = getitem(batch_arange, [:, None, None, None])
+q_indices [1, 1, 9, 1] = getitem(q_arange, [None, None, :, None])
+kv_indices [1, 1, 1, 9] = getitem(kv_arange, [None, None, None, :])
+result [] = new_ones(q_indices, [])
 le [1, 1, 9, 9] = le(kv_indices, q_indices)
 to_1 [1, 1, 9, 9] = to(le, cpu)
 result_1 [1, 1, 9, 9] = and_(result, to_1)
-getitem_4 [2, 1, 1, 9] = getitem(attention_mask, (batch_indices, kv_indices))
+getitem_4 [2, 1, 1, 9] = getitem(attention_mask, [batch_indices, kv_indices])
 to_2 [2, 1, 1, 9] = to(getitem_4, cpu)
 result_2 [2, 1, 9, 9] = and_(result_1, to_2)
 attention_mask_1 [2, 1, 9, 9] = expand(result_2, 2, -1, 9, 9)
 value_states [2, 2, 9, 16] = ...
 q_embed [2, 4, 9, 16] = ...
 k_embed [2, 2, 9, 16] = ...
-tensor [0] = tensor([], dtype=torch.float32, device=cpu)
-tensor_1 [0] = tensor([], dtype=torch.float32, device=cpu)
+tensor [0] = tensor([])
+tensor_1 [0] = tensor([])
 keys [2, 2, 9, 16] = cat([tensor, k_embed], dim=-2)
 values [2, 2, 9, 16] = cat([tensor_1, value_states], dim=-2)
-getitem_10 [2, 2, 1, 9, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_10 [2, 2, 1, 9, 16] = getitem(keys, [:, :, None, :, :])
 hidden_states_3 [2, 2, 2, 9, 16] = expand(getitem_10, 2, 2, 2, 9, 16)
 key [2, 4, 9, 16] = reshape(hidden_states_3, 2, 4, 9, 16)
-getitem_11 [2, 2, 1, 9, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_11 [2, 2, 1, 9, 16] = getitem(values, [:, :, None, :, :])
 hidden_states_4 [2, 2, 2, 9, 16] = expand(getitem_11, 2, 2, 2, 9, 16)
 value [2, 4, 9, 16] = reshape(hidden_states_4, 2, 4, 9, 16)
-attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
+    dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
 
 
 def test_llama_dynamic_decode(graphs):
-    assert_expected_inline(attention_text(graphs("llama", "dynamic")[-1]), """\
+    assert_expected_inline(
+        attention_text(graphs("llama", "dynamic")[-1]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_attention_mask_ [2, s16]
 l_kwargs_cache_layers_0_keys [2, 2, s87, 16]
 l_kwargs_cache_layers_0_values [2, 2, s94, 16]
-attention_mask [2, s16] = to(l_kwargs_attention_mask_, device=cpu, dtype=torch.bool)
-batch_arange [2] = arange(2, device=cpu)
-arange_2 [1] = arange(1, device=cpu)
+attention_mask [2, s16] = to(l_kwargs_attention_mask_)
+batch_arange [2] = arange(2)
+arange_2 [1] = arange(1)
 q_arange [1] = add(arange_2, s87)
-arange_3 [s87 + 1] = arange(add, device=cpu)
+arange_3 [s87 + 1] = arange(add)
 kv_arange [s87 + 1] = add(arange_3, 0)
-batch_indices [2, 1, 1, 1] = getitem(batch_arange, (slice(None, None, None), None, None, None))
-q_indices [1, 1, 1, 1] = getitem(q_arange, (None, None, slice(None, None, None), None))
-kv_indices [1, 1, 1, s87 + 1] = getitem(kv_arange, (None, None, None, slice(None, None, None)))
-result [] = new_ones(q_indices, (), dtype=torch.bool)
+batch_indices [2, 1, 1, 1] = getitem(batch_arange, [:, None, None, None])
+q_indices [1, 1, 1, 1] = getitem(q_arange, [None, None, :, None])
+kv_indices [1, 1, 1, s87 + 1] = getitem(kv_arange, [None, None, None, :])
+result [] = new_ones(q_indices, [])
 le [1, 1, 1, s87 + 1] = le(kv_indices, q_indices)
 to_1 [1, 1, 1, s87 + 1] = to(le, cpu)
 result_1 [1, 1, 1, s87 + 1] = and_(result, to_1)
-getitem_18 [2, 1, 1, s87 + 1] = getitem(attention_mask, (batch_indices, kv_indices))
+getitem_18 [2, 1, 1, s87 + 1] = getitem(attention_mask, [batch_indices, kv_indices])
 to_2 [2, 1, 1, s87 + 1] = to(getitem_18, cpu)
 result_2 [2, 1, 1, s87 + 1] = and_(result_1, to_2)
 attention_mask_1 [2, 1, 1, s87 + 1] = expand(result_2, 2, -1, 1, add)
@@ -142,36 +162,44 @@ q_embed [2, 4, 1, 16] = ...
 k_embed [2, 2, 1, 16] = ...
 keys [2, 2, s87 + 1, 16] = cat([l_kwargs_cache_layers_0_keys, k_embed], dim=-2)
 values [2, 2, s94 + 1, 16] = cat([l_kwargs_cache_layers_0_values, value_states], dim=-2)
-getitem_28 [2, 2, 1, s87 + 1, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_28 [2, 2, 1, s87 + 1, 16] = getitem(keys, [:, :, None, :, :])
 hidden_states_3 [2, 2, 2, s87 + 1, 16] = expand(getitem_28, 2, 2, 2, add, 16)
 key [2, 4, s87 + 1, 16] = reshape(hidden_states_3, 2, 4, add, 16)
-getitem_33 [2, 2, 1, s94 + 1, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_33 [2, 2, 1, s94 + 1, 16] = getitem(values, [:, :, None, :, :])
 hidden_states_4 [2, 2, 2, s94 + 1, 16] = expand(getitem_33, 2, 2, 2, sym_sum, 16)
 value [2, 4, s94 + 1, 16] = reshape(hidden_states_4, 2, 4, sym_sum, 16)
-attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
+    dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
 
 
 def test_llama_static_prefill(graphs):
-    assert_expected_inline(attention_text(graphs("llama", "static")[0]), """\
+    assert_expected_inline(
+        attention_text(graphs("llama", "static")[0]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_cache_layers_0_cumulative_length []
 value_states [2, 2, 9, 16] = ...
 q_embed [2, 4, 9, 16] = ...
 k_embed [2, 2, 9, 16] = ...
-keys [2, 2, 12, 16] = zeros((2, 2, 12, 16), dtype=torch.float32, device=cpu)
-values [2, 2, 12, 16] = zeros((2, 2, 12, 16), dtype=torch.float32, device=cpu)
+keys [2, 2, 12, 16] = zeros([2, 2, 12, 16])
+values [2, 2, 12, 16] = zeros([2, 2, 12, 16])
 to_5 [] = to(l_kwargs_cache_layers_0_cumulative_length, cpu)
-arange [9] = arange(9, device=cpu)
+arange [9] = arange(9)
 cache_position [9] = add(arange, to_5)
 index_copy_ [2, 2, 12, 16] = index_copy_(keys, 2, cache_position, k_embed)
 index_copy__1 [2, 2, 12, 16] = index_copy_(values, 2, cache_position, value_states)
-key [2, 2, 9, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), slice(None, 9, None), slice(None, None, None)))
-value [2, 2, 9, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), slice(None, 9, None), slice(None, None, None)))
-attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)""")
+key [2, 2, 9, 16] = getitem(keys, [:, :, :9, :])
+value [2, 2, 9, 16] = getitem(values, [:, :, :9, :])
+attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=None, dropout_p=0.0,
+    scale=0.25, is_causal=True, enable_gqa=True)""",
+    )
 
 
 def test_llama_static_decode(graphs):
-    assert_expected_inline(attention_text(graphs("llama", "static")[-1]), """\
+    assert_expected_inline(
+        attention_text(graphs("llama", "static")[-1]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_attention_mask_ [2, 1, 1, 12]
 l_kwargs_cache_layers_0_cumulative_length []
@@ -180,76 +208,84 @@ l_kwargs_cache_layers_0_values [2, 2, 12, 16]
 value_states [2, 2, 1, 16] = ...
 q_embed [2, 4, 1, 16] = ...
 k_embed [2, 2, 1, 16] = ...
-arange [1] = arange(1, device=cpu)
+arange [1] = arange(1)
 cache_position [1] = add(arange, l_kwargs_cache_layers_0_cumulative_length)
 index_copy_ [2, 2, 12, 16] = index_copy_(l_kwargs_cache_layers_0_keys, 2, cache_position, k_embed)
 index_copy__1 [2, 2, 12, 16] = index_copy_(l_kwargs_cache_layers_0_values, 2, cache_position, value_states)
-getitem_5 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_5 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_keys, [:, :, None, :, :])
 hidden_states_3 [2, 2, 2, 12, 16] = expand(getitem_5, 2, 2, 2, 12, 16)
 key [2, 4, 12, 16] = reshape(hidden_states_3, 2, 4, 12, 16)
-getitem_6 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_6 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_values, [:, :, None, :, :])
 hidden_states_4 [2, 2, 2, 12, 16] = expand(getitem_6, 2, 2, 2, 12, 16)
 value [2, 4, 12, 16] = reshape(hidden_states_4, 2, 4, 12, 16)
-attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=l_kwargs_attention_mask_, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value,
+    attn_mask=l_kwargs_attention_mask_, dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
 
 
 def test_qwen3_dynamic_prefill(graphs):
-    assert_expected_inline(attention_text(graphs("qwen3", "dynamic")[0]), """\
+    assert_expected_inline(
+        attention_text(graphs("qwen3", "dynamic")[0]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_attention_mask_ [2, 9]
-attention_mask [2, 9] = to(l_kwargs_attention_mask_, device=cpu, dtype=torch.bool)
-batch_arange [2] = arange(2, device=cpu)
-arange_2 [9] = arange(9, device=cpu)
+attention_mask [2, 9] = to(l_kwargs_attention_mask_)
+batch_arange [2] = arange(2)
+arange_2 [9] = arange(9)
 q_arange [9] = add(arange_2, 0)
-arange_3 [9] = arange(9, device=cpu)
+arange_3 [9] = arange(9)
 kv_arange [9] = add(arange_3, 0)
-batch_indices [2, 1, 1, 1] = getitem(batch_arange, (slice(None, None, None), None, None, None))
-q_indices [1, 1, 9, 1] = getitem(q_arange, (None, None, slice(None, None, None), None))
-kv_indices [1, 1, 1, 9] = getitem(kv_arange, (None, None, None, slice(None, None, None)))
-result [] = new_ones(q_indices, (), dtype=torch.bool)
+batch_indices [2, 1, 1, 1] = getitem(batch_arange, [:, None, None, None])
+q_indices [1, 1, 9, 1] = getitem(q_arange, [None, None, :, None])
+kv_indices [1, 1, 1, 9] = getitem(kv_arange, [None, None, None, :])
+result [] = new_ones(q_indices, [])
 le [1, 1, 9, 9] = le(kv_indices, q_indices)
 to_1 [1, 1, 9, 9] = to(le, cpu)
 result_1 [1, 1, 9, 9] = and_(result, to_1)
-getitem_4 [2, 1, 1, 9] = getitem(attention_mask, (batch_indices, kv_indices))
+getitem_4 [2, 1, 1, 9] = getitem(attention_mask, [batch_indices, kv_indices])
 to_2 [2, 1, 1, 9] = to(getitem_4, cpu)
 result_2 [2, 1, 9, 9] = and_(result_1, to_2)
 attention_mask_1 [2, 1, 9, 9] = expand(result_2, 2, -1, 9, 9)
 value_states [2, 2, 9, 16] = ...
 q_embed [2, 4, 9, 16] = ...
 k_embed [2, 2, 9, 16] = ...
-tensor [0] = tensor([], dtype=torch.float32, device=cpu)
-tensor_1 [0] = tensor([], dtype=torch.float32, device=cpu)
+tensor [0] = tensor([])
+tensor_1 [0] = tensor([])
 keys [2, 2, 9, 16] = cat([tensor, k_embed], dim=-2)
 values [2, 2, 9, 16] = cat([tensor_1, value_states], dim=-2)
-getitem_10 [2, 2, 1, 9, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_10 [2, 2, 1, 9, 16] = getitem(keys, [:, :, None, :, :])
 hidden_states_7 [2, 2, 2, 9, 16] = expand(getitem_10, 2, 2, 2, 9, 16)
 key [2, 4, 9, 16] = reshape(hidden_states_7, 2, 4, 9, 16)
-getitem_11 [2, 2, 1, 9, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_11 [2, 2, 1, 9, 16] = getitem(values, [:, :, None, :, :])
 hidden_states_8 [2, 2, 2, 9, 16] = expand(getitem_11, 2, 2, 2, 9, 16)
 value [2, 4, 9, 16] = reshape(hidden_states_8, 2, 4, 9, 16)
-attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
+    dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
 
 
 def test_qwen3_dynamic_decode(graphs):
-    assert_expected_inline(attention_text(graphs("qwen3", "dynamic")[-1]), """\
+    assert_expected_inline(
+        attention_text(graphs("qwen3", "dynamic")[-1]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_attention_mask_ [2, s16]
 l_kwargs_cache_layers_0_keys [2, 2, s87, 16]
 l_kwargs_cache_layers_0_values [2, 2, s94, 16]
-attention_mask [2, s16] = to(l_kwargs_attention_mask_, device=cpu, dtype=torch.bool)
-batch_arange [2] = arange(2, device=cpu)
-arange_2 [1] = arange(1, device=cpu)
+attention_mask [2, s16] = to(l_kwargs_attention_mask_)
+batch_arange [2] = arange(2)
+arange_2 [1] = arange(1)
 q_arange [1] = add(arange_2, s87)
-arange_3 [s87 + 1] = arange(add, device=cpu)
+arange_3 [s87 + 1] = arange(add)
 kv_arange [s87 + 1] = add(arange_3, 0)
-batch_indices [2, 1, 1, 1] = getitem(batch_arange, (slice(None, None, None), None, None, None))
-q_indices [1, 1, 1, 1] = getitem(q_arange, (None, None, slice(None, None, None), None))
-kv_indices [1, 1, 1, s87 + 1] = getitem(kv_arange, (None, None, None, slice(None, None, None)))
-result [] = new_ones(q_indices, (), dtype=torch.bool)
+batch_indices [2, 1, 1, 1] = getitem(batch_arange, [:, None, None, None])
+q_indices [1, 1, 1, 1] = getitem(q_arange, [None, None, :, None])
+kv_indices [1, 1, 1, s87 + 1] = getitem(kv_arange, [None, None, None, :])
+result [] = new_ones(q_indices, [])
 le [1, 1, 1, s87 + 1] = le(kv_indices, q_indices)
 to_1 [1, 1, 1, s87 + 1] = to(le, cpu)
 result_1 [1, 1, 1, s87 + 1] = and_(result, to_1)
-getitem_18 [2, 1, 1, s87 + 1] = getitem(attention_mask, (batch_indices, kv_indices))
+getitem_18 [2, 1, 1, s87 + 1] = getitem(attention_mask, [batch_indices, kv_indices])
 to_2 [2, 1, 1, s87 + 1] = to(getitem_18, cpu)
 result_2 [2, 1, 1, s87 + 1] = and_(result_1, to_2)
 attention_mask_1 [2, 1, 1, s87 + 1] = expand(result_2, 2, -1, 1, add)
@@ -258,36 +294,44 @@ q_embed [2, 4, 1, 16] = ...
 k_embed [2, 2, 1, 16] = ...
 keys [2, 2, s87 + 1, 16] = cat([l_kwargs_cache_layers_0_keys, k_embed], dim=-2)
 values [2, 2, s94 + 1, 16] = cat([l_kwargs_cache_layers_0_values, value_states], dim=-2)
-getitem_28 [2, 2, 1, s87 + 1, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_28 [2, 2, 1, s87 + 1, 16] = getitem(keys, [:, :, None, :, :])
 hidden_states_7 [2, 2, 2, s87 + 1, 16] = expand(getitem_28, 2, 2, 2, add, 16)
 key [2, 4, s87 + 1, 16] = reshape(hidden_states_7, 2, 4, add, 16)
-getitem_33 [2, 2, 1, s94 + 1, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_33 [2, 2, 1, s94 + 1, 16] = getitem(values, [:, :, None, :, :])
 hidden_states_8 [2, 2, 2, s94 + 1, 16] = expand(getitem_33, 2, 2, 2, sym_sum, 16)
 value [2, 4, s94 + 1, 16] = reshape(hidden_states_8, 2, 4, sym_sum, 16)
-attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
+    dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
 
 
 def test_qwen3_static_prefill(graphs):
-    assert_expected_inline(attention_text(graphs("qwen3", "static")[0]), """\
+    assert_expected_inline(
+        attention_text(graphs("qwen3", "static")[0]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_cache_layers_0_cumulative_length []
 value_states [2, 2, 9, 16] = ...
 q_embed [2, 4, 9, 16] = ...
 k_embed [2, 2, 9, 16] = ...
-keys [2, 2, 12, 16] = zeros((2, 2, 12, 16), dtype=torch.float32, device=cpu)
-values [2, 2, 12, 16] = zeros((2, 2, 12, 16), dtype=torch.float32, device=cpu)
+keys [2, 2, 12, 16] = zeros([2, 2, 12, 16])
+values [2, 2, 12, 16] = zeros([2, 2, 12, 16])
 to_9 [] = to(l_kwargs_cache_layers_0_cumulative_length, cpu)
-arange [9] = arange(9, device=cpu)
+arange [9] = arange(9)
 cache_position [9] = add(arange, to_9)
 index_copy_ [2, 2, 12, 16] = index_copy_(keys, 2, cache_position, k_embed)
 index_copy__1 [2, 2, 12, 16] = index_copy_(values, 2, cache_position, value_states)
-key [2, 2, 9, 16] = getitem(keys, (slice(None, None, None), slice(None, None, None), slice(None, 9, None), slice(None, None, None)))
-value [2, 2, 9, 16] = getitem(values, (slice(None, None, None), slice(None, None, None), slice(None, 9, None), slice(None, None, None)))
-attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)""")
+key [2, 2, 9, 16] = getitem(keys, [:, :, :9, :])
+value [2, 2, 9, 16] = getitem(values, [:, :, :9, :])
+attn_output [2, 4, 9, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=None, dropout_p=0.0,
+    scale=0.25, is_causal=True, enable_gqa=True)""",
+    )
 
 
 def test_qwen3_static_decode(graphs):
-    assert_expected_inline(attention_text(graphs("qwen3", "static")[-1]), """\
+    assert_expected_inline(
+        attention_text(graphs("qwen3", "static")[-1]),
+        """\
 1 of 1 attention layers matched
 l_kwargs_cache_layers_0_cumulative_length []
 l_kwargs_cache_layers_0_keys [2, 2, 12, 16]
@@ -296,14 +340,16 @@ l_kwargs_attention_mask_full_attention_ [2, 1, 1, 12]
 value_states [2, 2, 1, 16] = ...
 q_embed [2, 4, 1, 16] = ...
 k_embed [2, 2, 1, 16] = ...
-arange [1] = arange(1, device=cpu)
+arange [1] = arange(1)
 cache_position [1] = add(arange, l_kwargs_cache_layers_0_cumulative_length)
 index_copy_ [2, 2, 12, 16] = index_copy_(l_kwargs_cache_layers_0_keys, 2, cache_position, k_embed)
 index_copy__1 [2, 2, 12, 16] = index_copy_(l_kwargs_cache_layers_0_values, 2, cache_position, value_states)
-getitem_5 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_keys, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_5 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_keys, [:, :, None, :, :])
 hidden_states_7 [2, 2, 2, 12, 16] = expand(getitem_5, 2, 2, 2, 12, 16)
 key [2, 4, 12, 16] = reshape(hidden_states_7, 2, 4, 12, 16)
-getitem_6 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_values, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+getitem_6 [2, 2, 1, 12, 16] = getitem(l_kwargs_cache_layers_0_values, [:, :, None, :, :])
 hidden_states_8 [2, 2, 2, 12, 16] = expand(getitem_6, 2, 2, 2, 12, 16)
 value [2, 4, 12, 16] = reshape(hidden_states_8, 2, 4, 12, 16)
-attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value, attn_mask=l_kwargs_attention_mask_full_attention_, dropout_p=0.0, scale=0.25, is_causal=False)""")
+attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value,
+    attn_mask=l_kwargs_attention_mask_full_attention_, dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )

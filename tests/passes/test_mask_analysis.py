@@ -8,11 +8,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx
+
 from ckv_compile.passes.index_expressions import IndexExpressions, Load, NotAnExpression, broadcast_at, target_name
 from ckv_compile.passes.mask_analysis import mask_nodes
 from ckv_compile.passes.match_attention import find_sites
 from ckv_compile.testing import capture_call, capture_generate, prompt, tiny_model
-from torch import Tensor, fx
 
 
 def element(expressions: IndexExpressions, node: fx.Node, index: tuple[int, ...], inputs: dict[str, Tensor]) -> object:

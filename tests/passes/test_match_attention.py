@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import Tensor, fx
+
 from ckv_compile.passes.match_attention import AttentionSite, Cache, find_sites
 from ckv_compile.testing import (
     FULL_ATTENTION_FAMILIES,
-    CaptureGraphs,
     Captured,
+    CaptureGraphs,
     capture_call,
     capture_generate,
     prompt,
     tiny_model,
 )
-from torch import Tensor, fx
 
 
 @functools.cache

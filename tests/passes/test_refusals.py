@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from ckv_compile.passes.match_attention import Cache, find_sites
-from ckv_compile.testing import CaptureGraphs, Captured, capture_call, capture_generate, prompt, tiny_model
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+
+from ckv_compile.passes.match_attention import Cache, find_sites
+from ckv_compile.testing import Captured, CaptureGraphs, capture_call, capture_generate, prompt, tiny_model
 
 
 def reasons(captured: Captured) -> list[str]:
@@ -101,7 +102,8 @@ def test_flex_attention_is_reported():
 def test_an_encoder_decoder_leaves_the_encoder_and_cross_attention_alone():
     config = transformers.WhisperConfig(
         vocab_size=128, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=8, max_source_positions=20, max_target_positions=32,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=32,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
@@ -191,7 +193,7 @@ def test_attention_in_a_nested_graph_is_reported():
     assert "nested graph" in found[0]
 
 
-# ---------------------------------------------------------------------- near misses: small changes that change the meaning
+# ---------------------------------------------------------------------- near misses: small changes of meaning
 
 
 class Attention(nn.Module):

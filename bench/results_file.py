@@ -1,0 +1,73 @@
+"""One JSON file per benchmark run: what ran on what, the raw rows, and the claims computed from them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "igraph", "leidenalg", "ckv-compile")
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def commit() -> str:
+    """The commit of the sources, with "+" where tracked files differ from it."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    if head is None:
+        return "no repository"
+    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def device_name(device: str = "cpu") -> str:
+    """The GPU's name, or the processor's and the number of cores."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(torch.device(device))
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return name
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else name
+
+
+def write_results(
+    bench: str, rows: list[dict], claims: dict[str, float], *, device: str = "cpu", label: str = "", **more: Any
+) -> Path:
+    """Write ``bench-label-date.json`` and return its path. ``more`` are further entries of the file, such as units."""
+    now = datetime.datetime.now(datetime.UTC)
+    result = {
+        "bench": bench,
+        "device": device_name(device),
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}},
+        "commit": commit(),
+        "command": " ".join([f"python -m bench.{bench}", *sys.argv[1:]]),
+        "date": now.isoformat(timespec="seconds"),
+        **more,
+        "claims": claims,
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "-".join(filter(None, (bench, label, f"{now:%Y%m%d-%H%M%S}.json")))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,144 @@
+"""explain(): what matched, what was refused and why, what ran; and the warning when nothing did."""
+
+import warnings
+
+import pytest
+import torch
+
+import ckv_compile
+from ckv_compile.errors import PartitionError
+from ckv_compile.runtime import jobs
+from ckv_compile.testing import prompt, tiny_model
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="communitykv", options={"min_context": 0, "workers": 0, **options})
+
+
+def generate(module, inputs, new_tokens=6):
+    return module.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+
+
+def test_a_model_that_was_never_run_says_how_to_reach_the_backend():
+    explanation = ckv_compile.explain(compiled(tiny_model("llama")), show=False)
+    assert "torch.compile(model, backend='communitykv')" in str(explanation)
+
+
+def test_explain_prints_and_counts(interpreted, capsys):
+    module = compiled(tiny_model("llama"), budget=90)
+    generate(module, prompt(tokens=150))
+    explanation = ckv_compile.explain(module)
+    printed = capsys.readouterr().out
+    assert printed == str(explanation) + "\n"
+    assert list(explanation.rewritten) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert explanation.rewritten["model.layers.0.self_attn"] == ["prefill", "decode"]
+    assert (explanation.prefills, explanation.decode_steps, explanation.sparse_steps) == (1, 5, 5)
+    assert explanation.cache_kinds == ["DYNAMIC", "EMPTY"]
+    assert explanation.tokens_in_context == sum(150 + i for i in range(1, 6)) * 2 * 2 * 2
+    assert explanation.tokens_attended <= 5 * 90 * 2 * 2 * 2
+    assert 4 <= explanation.mean_community_size <= 16
+    assert explanation.largest_community <= 64
+    assert explanation.partition_seconds > 0
+    for word in ("sparse", "of the context", "communities", "partition", "CUDA graphs"):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma3", {}, "sliding window"),
+        ("llama", {"head_dim": 12}, "head_dim 12"),
+        ("llama", {"dtype": torch.float64}, "dtype float64"),
+        ("mistral_window", {}, "sliding window"),
+    ],
+)
+def test_every_refused_layer_is_listed_with_a_reason(interpreted, family, changes, reason):
+    dtype = changes.pop("dtype", None) if "dtype" in changes else None
+    model = tiny_model(family, **changes)
+    module = compiled(model if dtype is None else model.to(dtype))
+    with pytest.warns(UserWarning, match="left attention dense"):
+        generate(module, prompt(tokens=20))
+    explanation = ckv_compile.explain(module, show=False)
+    assert len(explanation.refused) == 2
+    assert any(reason in text for reasons in explanation.refused.values() for text in reasons), explanation.refused
+
+
+def test_a_model_whose_attention_was_never_rewritten_warns_once(interpreted):
+    module = compiled(tiny_model("mistral_window"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            generate(module, prompt(tokens=20))
+    messages = [str(w.message) for w in caught if "without any attention rewritten" in str(w.message)]
+    assert len(messages) == 1
+
+
+def test_gradients_keep_the_graph_dense_with_the_reason(interpreted):
+    model = tiny_model("llama")
+    module = compiled(model)
+    inputs = prompt(tokens=20)
+    with pytest.warns(UserWarning, match="torch.no_grad"):
+        logits = module(**inputs, use_cache=True).logits
+    torch.testing.assert_close(logits, model(**inputs, use_cache=True).logits, atol=1e-4, rtol=1e-4)
+    reasons = ckv_compile.explain(module, show=False).refused
+    assert any("no_grad" in reason for texts in reasons.values() for reason in texts)
+
+
+def test_a_failing_partition_costs_pages_and_a_line(interpreted, monkeypatch):
+    def broken(*args, stop):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(jobs, "partition_block", broken)
+    model = tiny_model("llama")
+    inputs = prompt(tokens=40)
+    module = compiled(model)
+    assert torch.equal(generate(module, inputs), generate(model, inputs))
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == 5
+    assert len(explanation.fallbacks) == 2
+    assert "layer 0" in explanation.fallbacks[0]
+    assert "no memory left" in explanation.fallbacks[0]
+
+
+def test_a_partition_that_never_ends_costs_pages_not_the_generation(interpreted, monkeypatch):
+    def endless(*args, stop):
+        while not stop[0]:
+            pass
+
+    monkeypatch.setattr(jobs, "partition_block", endless)
+    model = tiny_model("llama")
+    inputs = prompt(tokens=40)
+    module = compiled(model, workers=1, partition_timeout=0.2, deterministic=True)
+    assert torch.equal(generate(module, inputs), generate(model, inputs))
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == 5
+    assert any("longer than 0.2" in fallback for fallback in explanation.fallbacks)
+
+
+def test_strict_raises_a_failed_partition_at_the_next_call(interpreted, monkeypatch):
+    def broken(*args, stop):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(jobs, "partition_block", broken)
+    module = compiled(tiny_model("llama"), strict=True)
+    with pytest.raises(PartitionError, match="no memory left"):
+        generate(module, prompt(tokens=40))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_dropped_and_reported(interpreted, monkeypatch, bad):
+    original = jobs.partition_whole
+
+    def poisoned(neighbor, weight, *rest, stop):
+        weight = weight.copy()
+        weight[..., 20, 0] = bad
+        return original(neighbor, weight, *rest, stop=stop)
+
+    monkeypatch.setattr(jobs, "partition_whole", poisoned)
+    model = tiny_model("llama")
+    inputs = prompt(tokens=40)
+    module = compiled(model, graph="attention")
+    assert torch.equal(generate(module, inputs), generate(model, inputs))
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.edges_dropped > 0
+    assert "not a finite number" in str(explanation)

@@ -1,0 +1,99 @@
+"""The package as installed: entry point, wheel contents, import time, who may import whom."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"ckv_compile.passes": ROOT / "passes"}
+# Who may import whom, by part; a part may always import itself.
+MAY_IMPORT = {
+    "backend": {"passes", "runtime", "config", "report", "generate", "errors"},
+    "passes": {"ops", "config", "index_layout"},
+    "ops": {"reference"},
+    "reference": set(),
+    "runtime": {"ops", "community", "config", "errors", "index_layout"},
+    "community": {"config", "errors"},
+    "config": set(),
+    "errors": set(),
+    "index_layout": {"config"},
+    "generate": {"report"},
+    "report": {"config", "runtime"},
+}
+
+
+def packages_in_tree():
+    names = {"ckv_compile"} | set(FOLDERS)
+    names |= {f"ckv_compile.{path.parent.name}" for path in (ROOT / "ckv_compile").glob("*/__init__.py")}
+    return names
+
+
+def test_pyproject_lists_every_package_of_the_tree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["packages"]) == packages_in_tree()
+
+
+def test_the_entry_point_is_listed_by_dynamo():
+    import torch._dynamo
+
+    assert "communitykv" in torch._dynamo.list_backends()
+
+
+def test_importing_the_package_is_light():
+    code = (
+        "import sys, time; begin = time.perf_counter(); import ckv_compile; took = time.perf_counter() - begin; "
+        "assert not {'torch', 'numba', 'transformers'} & set(sys.modules), 'heavy'; print(took)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.3
+
+
+@pytest.mark.parametrize("folder", ["passes"])
+def test_a_folder_refuses_to_be_imported_under_its_bare_name(folder):
+    run = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert f"ckv_compile.{folder}" in run.stderr
+
+
+def test_the_wheel_holds_every_source_and_nothing_else(tmp_path):
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckv_compile").rglob("*.py")}
+    expected |= {f"ckv_compile/passes/{path.name}" for path in (ROOT / "passes").glob("*.py")}
+    assert held == expected | {"ckv_compile/py.typed"}
+
+
+def _part(module: str) -> str | None:
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "ckv_compile" and len(pieces) > 1 else None
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "ckv_compile" else {node.module}
+    return {part for name in found if (part := _part(name)) is not None}
+
+
+def test_parts_import_only_what_they_may():
+    wrong = []
+    files = [(path, path.relative_to(ROOT / "ckv_compile")) for path in (ROOT / "ckv_compile").rglob("*.py")]
+    files += [(path, Path("passes") / path.name) for path in (ROOT / "passes").glob("*.py")]
+    for path, place in files:
+        own = place.parts[0].removesuffix(".py")
+        for part in _imports(path) - {own}:
+            if own in MAY_IMPORT and part not in MAY_IMPORT[own]:
+                wrong.append(f"{place} imports {part}")
+    assert wrong == []
