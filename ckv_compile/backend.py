@@ -25,7 +25,7 @@ from ckv_compile.passes.match_attention import Cache, find_sites
 from ckv_compile.passes.rewrite_decode import rewrite_decode
 from ckv_compile.passes.rewrite_plan import RewritePlan, uniform
 from ckv_compile.passes.rewrite_prefill import rewrite_prefill
-from ckv_compile.runtime.runner import GraphRunner
+from ckv_compile.runtime.runner import GraphRunner, prepare
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def communitykv(
     log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
     fakes = [node.meta["example_value"] for node in graph_edit.placeholders(copied.graph)]
     compiled = _compile(copied, fakes, patches)
+    prepare(config)
     return GraphRunner(plan, config, compiled, graph_edit.copy_graph(gm).forward, entry_of)
 
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from ckv_compile.passes.match_attention import AttentionSite, Cache
 from torch import fx
+
+from ckv_compile.passes.match_attention import AttentionSite, Cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import operator
 
 import torch
-from ckv_compile.passes import graph_edit
-from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_decode import _set_example_values
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.match_attention import AttentionSite, Cache
+from ckv_compile.passes.rewrite_decode import _set_example_values
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
 
 ckv = torch.ops.ckv
 

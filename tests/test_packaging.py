@@ -62,7 +62,18 @@ def test_a_folder_refuses_to_be_imported_under_its_bare_name(folder):
 
 def test_the_wheel_holds_every_source_and_nothing_else(tmp_path):
     pytest.importorskip("setuptools")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -83,7 +94,11 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "ckv_compile" else {node.module}
+            found |= (
+                {f"{node.module}.{alias.name}" for alias in node.names}
+                if node.module == "ckv_compile"
+                else {node.module}
+            )
     return {part for name in found if (part := _part(name)) is not None}
 
 

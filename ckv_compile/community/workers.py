@@ -47,11 +47,17 @@ class Ticket:
         self._stop = np.zeros(1, np.int32)
         self._deadline = float("inf")
         self._claimed = False  # someone delivers, or has delivered, the result
+        self._cancelled = False
         self._done = threading.Event()
 
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Say that the result is not wanted any more; ``on_done`` is then called with neither result nor fallback."""
+        self._cancelled = True
+        self._stop[0] = 1
 
     def __repr__(self) -> str:
         return f"Ticket({self.description!r}, {'done' if self.done else 'pending'})"
@@ -201,7 +207,8 @@ class PartitionPool:
         result, error = None, None
         began = time.thread_time()
         try:
-            result = ticket._fn(*ticket._args, stop=ticket._stop)
+            if not ticket._cancelled:
+                result = ticket._fn(*ticket._args, stop=ticket._stop)
         except BaseException as raised:  # leidenalg raises bare BaseException
             error = raised
         ticket.cpu_seconds = time.thread_time() - began
@@ -214,7 +221,10 @@ class PartitionPool:
             if error is None and mine and (ticket._stop[0] or time.monotonic() > ticket._deadline):
                 # The flag came first: what fn returned may be half a result.
                 ticket._stop[0] = 1
-                error = self._closed_error(ticket) if self._closed else self._late_error(ticket)
+                if ticket._cancelled:
+                    error = PartitionError(f"partition of {ticket.description} was cancelled")
+                else:
+                    error = self._closed_error(ticket) if self._closed else self._late_error(ticket)
         if mine:
             self._deliver(ticket, result, error)
         if error is not None and isinstance(error, KeyboardInterrupt | SystemExit) and not self.workers:
@@ -270,9 +280,10 @@ class PartitionPool:
         """Answer a claimed ticket: the fallback stands in for a result that failed, then ``on_done``."""
         late = ticket._stop[0] != 0
         if error is not None:
-            log.warning("%s: %s", type(error).__name__, error)
             result = None
-            if ticket._fallback is not None:
+            if not ticket._cancelled:
+                log.warning("%s: %s", type(error).__name__, error)
+            if ticket._fallback is not None and not ticket._cancelled:
                 try:
                     result = ticket._fallback()
                 except BaseException:
@@ -286,7 +297,7 @@ class PartitionPool:
             except BaseException:
                 log.exception("publishing the partition of %s failed", ticket.description)
         with self._lock:
-            if error is not None:
+            if error is not None and not ticket._cancelled:
                 self.stats.failures += 1
                 self.stats.timeouts += int(late and not self._closed)
             self._open -= 1

@@ -17,6 +17,7 @@ from ckv_compile.index_layout import NOMINAL_STATE, IndexShape, assigns_tokens, 
 class CommunityIndex:
     """Buffers of ``index_layout`` on the device of K and V; an empty index makes every step dense."""
 
+    @torch.inference_mode(False)  # buffers of a call in inference mode are also read and cleared outside of it
     def __init__(self, shape: IndexShape, config: CommunityConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.config, self.dtype, self.device = shape, config, dtype, device
         self.buffers = {

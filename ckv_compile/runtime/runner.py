@@ -6,12 +6,14 @@ gave it: dense, never wrong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Arguments
 from typing import Any
 
 import torch
 
+from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.runtime.sequence import Sequence
@@ -43,6 +45,13 @@ def padding_of_given(mask: torch.Tensor, length: int, batch: int) -> list[int] |
     begin = torch.tensor(first, device=mask.device)[:, None, None]
     expected = (positions >= begin) & (positions <= own)
     return first if bool(((rows == expected) | (own < begin)).all()) else None
+
+
+@functools.cache
+def prepare(config: CommunityConfig) -> None:
+    """Compile the kernels of the partition now, in the caller's thread: later it would hold the GIL while steps run."""
+    if config.policy == "communities":
+        warm_up(config)
 
 
 class GraphRunner:
@@ -256,33 +265,19 @@ class GraphRunner:
             return self._run_dense(
                 args, statistics, "a static cache made under torch.inference_mode() cannot be tracked"
             )
-        sequence = REGISTRY.static_sequence(keys[0])
-        if sequence is not None and (
-            sequence.config != self.config or sequence.version != keys[0]._version or sequence.batch != batch
-        ):
-            sequence = None  # somebody else wrote to the cache
-        if sequence is None or keys[0].device.type == "cpu":
-            length = int(args[plan.static_length])
-            if sequence is not None and sequence.length != length:
-                sequence = None
-        if sequence is None or not sequence.padding_checked or keys[0].device.type == "cpu":
-            first = self._static_padding(args, batch, length if sequence is None else sequence.length, 1)
-            if first is None:
-                return self._run_dense(args, statistics, "the mask is not causal with left padding")
-            if sequence is None or sequence.first != first:
-                if sequence is None:
-                    sequence = Sequence(
-                        self.config, plan.geometry, batch, keys[0].shape[2], None, REGISTRY.memory(self.config)
-                    )
-                    statistics.adopted += 1
-                else:
-                    length = sequence.length
-                sequence.keys = lambda layer: keys[layer]
-                self._begin(sequence, statistics, first)
-                sequence.length = length
-                self._remember_static(keys[0], sequence)
-                sequence.offer_all()
-            sequence.padding_checked = True
+        length = int(args[plan.static_length])
+        first = self._static_padding(args, batch, length, 1)
+        if first is None:
+            return self._run_dense(args, statistics, "the mask is not causal with left padding")
+        sequence = self._static_known(args, length)
+        if sequence is None or sequence.first != first:
+            sequence = Sequence(self.config, plan.geometry, batch, keys[0].shape[2], None, REGISTRY.memory(self.config))
+            statistics.adopted += 1
+            sequence.keys = lambda layer: keys[layer]
+            self._begin(sequence, statistics, first)
+            sequence.length = length
+            self._remember_static(keys[0], sequence)
+            sequence.offer_all()
         sequence.keys = lambda layer: keys[layer]
         sequence.statistics = statistics
         sequence.publish()
@@ -300,9 +295,12 @@ class GraphRunner:
     def _static_known(self, args, length: int) -> Sequence | None:
         key = args[self.plan.static_keys[0]]
         sequence = REGISTRY.static_sequence(key)
-        if sequence is None or sequence.config != self.config or key.is_inference():
+        if sequence is None or sequence.config != self.config or key.is_inference() or sequence.batch != key.shape[0]:
             return None
-        return sequence if length == 0 or (sequence.length == length and sequence.version == key._version) else None
+        if length == 0:
+            return sequence
+        # Another version: somebody else wrote to the cache since our last step.
+        return sequence if sequence.length == length and sequence.version == key._version else None
 
     def _remember_static(self, key: torch.Tensor, sequence: Sequence) -> None:
         if key.is_inference():
@@ -315,7 +313,9 @@ class GraphRunner:
         if self.plan.mask is not None:
             return padding_of_given(args[self.plan.mask], length, batch)
         if self.plan.padding is not None:
-            return left_padding(args[self.plan.padding][:, : length + new])
+            mask = args[self.plan.padding]
+            # A mask may be shorter than the buffer; then later positions are not seen.
+            return left_padding(mask[:, : length + new]) if mask.shape[1] >= length + new else None
         return [0] * batch
 
     # ------------------------------------------------------------------ shared

@@ -63,6 +63,7 @@ class Sequence:
     keys: callable that returns K of a layer as ``[B, Hkv, n, D]`` covering at least ``n`` tokens.
     """
 
+    @torch.inference_mode(False)  # its tensors outlive a call in inference mode
     def __init__(self, config: CommunityConfig, geometry: Any, batch: int, capacity: int, keys, memory) -> None:
         self.config, self.geometry, self.batch, self.keys = config, geometry, batch, keys
         self.memory: ResolutionMemory = memory

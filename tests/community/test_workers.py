@@ -225,3 +225,19 @@ def test_a_worker_lets_go_of_a_jobs_arrays():
                 break
             time.sleep(0.01)
         assert gone() is None
+
+
+def test_a_cancelled_job_is_answered_without_its_fallback_and_is_no_failure(caplog):
+    seen, ran = [], []
+    with PartitionPool(1, 30.0) as pool:
+        running = pool.submit(wait_for_stop, fallback=lambda: "pages", on_done=lambda r, e: seen.append((r, str(e))))
+        waiting = pool.submit(
+            lambda stop: ran.append(1), description="x", on_done=lambda r, e: seen.append((r, str(e)))
+        )
+        waiting.cancel()
+        running.cancel()
+        assert pool.drain(5)
+    assert not ran
+    assert seen == [(None, "partition of () was cancelled"), (None, "partition of x was cancelled")]
+    assert (pool.stats.failures, pool.stats.timeouts) == (0, 0)
+    assert not caplog.records

@@ -44,7 +44,9 @@ def compiled(model, **options):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_decode_graph_has_no_symbolic_size(compilations, interpreted, cache):
     static = {"cache_implementation": "static"} if cache == "static" else {}
-    compiled(tiny_model("llama")).generate(**prompt(tokens=20, padded=True), max_new_tokens=4, do_sample=False, **static)
+    compiled(tiny_model("llama")).generate(
+        **prompt(tokens=20, padded=True), max_new_tokens=4, do_sample=False, **static
+    )
     decodes = [plan for plan in compilations if plan.phase == "decode"]
     assert len(decodes) == 1
     assert decodes[0].symbolic == []
@@ -220,7 +222,9 @@ SCRIPT = textwrap.dedent(
 def test_a_warm_compile_cache_reports_right_and_is_keyed_by_the_options(tmp_path):
     def run(budget):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", SCRIPT, str(budget)], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(budget)], capture_output=True, text=True, env=environment
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

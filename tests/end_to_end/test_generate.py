@@ -183,7 +183,9 @@ def test_families_with_other_attention_are_right_and_reported(interpreted, famil
         assert any(expected_reason in reason for reasons in explanation.refused.values() for reason in reasons)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (2, 1), (3, 1), (4, 1), (6, 1), (7, 1), (8, 1), (16, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(2, 2), (2, 1), (3, 1), (4, 1), (6, 1), (7, 1), (8, 1), (16, 1), (16, 2)]
+)
 def test_every_group_size_reads_less_than_the_context(interpreted, heads, kv_heads):
     model = tiny_model(
         "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, hidden_size=16 * heads

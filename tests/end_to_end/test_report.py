@@ -142,3 +142,10 @@ def test_weights_that_are_no_numbers_are_dropped_and_reported(interpreted, monke
     explanation = ckv_compile.explain(module, show=False)
     assert explanation.edges_dropped > 0
     assert "not a finite number" in str(explanation)
+
+
+def test_explain_works_outside_of_the_inference_mode_in_which_the_model_ran(interpreted):
+    module = compiled(tiny_model("llama"), budget=90)
+    with torch.inference_mode():
+        generate(module, prompt(tokens=150))
+    assert ckv_compile.explain(module, show=False).sparse_steps == 5

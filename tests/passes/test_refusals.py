@@ -115,18 +115,16 @@ def test_an_encoder_decoder_leaves_the_encoder_and_cross_attention_alone():
         first = model(input_features=features, decoder_input_ids=tokens, use_cache=True)
         encoded = transformers.modeling_outputs.BaseModelOutput(first.encoder_last_hidden_state)
         model(encoder_outputs=encoded, decoder_input_ids=tokens[:, :1], past_key_values=first.past_key_values)
-    prefill, decode = (find_sites(captured.gm) for captured in backend.graphs)
-    assert [site.name for site in prefill[0]] == ["model.decoder.layers.0.self_attn"]
-    assert [site.cache for site in decode[0]] == [Cache.DYNAMIC]
-    assert [(r.name, r.index) for r in prefill[1]] == [
-        ("model.encoder.layers.0.self_attn", 0),
-        ("model.decoder.layers.0.encoder_attn", 2),
-    ]
-    assert prefill[1][0].reason == "not causal: every query sees every key"
-    assert prefill[1][1].reason.startswith("cross-attention")
-    assert [(r.name, r.reason.split(":")[0]) for r in decode[1]] == [
-        ("model.decoder.layers.0.encoder_attn", "cross-attention")
-    ]
+    found = [
+        find_sites(captured.gm) for captured in backend.graphs
+    ]  # torch 2.11 breaks it at the encoder, and names start there
+    sites = [site for graph, _ in found for site in graph]
+    assert [site.cache for site in sites] == [Cache.EMPTY, Cache.DYNAMIC]
+    assert all(site.name.endswith("layers.0.self_attn") for site in sites)
+    refusals = [refusal for _, graph in found for refusal in graph]
+    assert [refusal.name.rsplit(".", 1)[1] for refusal in refusals] == ["self_attn", "encoder_attn", "encoder_attn"]
+    assert refusals[0].reason == "not causal: every query sees every key"
+    assert all(refusal.reason.startswith("cross-attention") for refusal in refusals[1:])
 
 
 # ---------------------------------------------------------------------- arguments and inputs of a model
