@@ -44,7 +44,7 @@ from ckv_compile.smollm2 import load_smollm2
 PROMPT, CONTINUATION = 7936, 256
 CUE, PASSAGE, PASSAGES = 16, 40, 4
 BUDGETS = (256, 512, 1024, 2048)
-POLICIES = ("keys", "attention", "mixed", "streaming", "random")
+POLICIES = ("keys", "streaming", "random", "attention", "mixed")
 TESTS = ("python", "prose", "copy")
 
 
@@ -115,8 +115,10 @@ def branch(
     cache, sequence = copied(tensors, rows, config, geometry)
     for name, buffer in index.buffers.items():
         if name not in ("scores", "tally"):
-            part = buffer[:, rows]
-            sequence.index.buffers[name][tuple(slice(extent) for extent in part.shape)].copy_(part)
+            source, target = buffer[:, rows], sequence.index.buffers[name]
+            # Slabs differ in capacity; what lies beyond either's is not in use.
+            common = tuple(slice(min(sizes)) for sizes in zip(source.shape, target.shape, strict=True))
+            target[common].copy_(source[common])
     sequence.index.used, sequence.index.marks = list(index.used), [list(marks) for marks in index.marks]
     sequence.submitted = [sequence.length] * geometry.num_layers
     return cache, sequence
@@ -138,13 +140,8 @@ class Case:
 
 
 def compiled(model, config: CommunityConfig):
-    defaults = CommunityConfig(graph=config.graph)
     options = {name: getattr(config, name) for name in config.option_names()}
-    return torch.compile(
-        model,
-        backend="communitykv",
-        options={name: value for name, value in options.items() if value != getattr(defaults, name)},
-    )
+    return torch.compile(model, backend="communitykv", options=options)
 
 
 def cases_of(texts_of: dict[tuple[str, str], list[int]], prompt: int, continuation: int, tests) -> tuple[Tensor, list]:
@@ -232,8 +229,8 @@ def run_policy(model, policy: str, budgets, prompts, tensors, cases: list[Case],
                         "tokens_attended": round(attended, 1), "context": round(context, 1),
                         "batch_seconds": round(time.perf_counter() - began, 1),
                         "index_seconds": round(index_seconds, 1),
-                        "agree": [int(bit) for bit in bits[case.skip :]],
-                        "kl": [round(float(value), 7) for value in values[case.skip :]],
+                        "agree": "".join(str(int(bit)) for bit in bits[case.skip :]),
+                        "kl": [float(f"{value:.4g}") for value in values[case.skip :].tolist()],
                     }
                 )  # fmt: skip
             del cache, sequence
@@ -260,15 +257,13 @@ def bootstrap(values: np.ndarray, samples: int = 10_000, seed: int = 0) -> tuple
 
 def summary(rows: list[dict]) -> list[dict]:
     """One cell per texts, test, policy and budget; differences from "keys" are paired by token."""
-    cells: dict[tuple, dict] = {}
+    values: dict[tuple, list] = {}
     for row in rows:
         key = row["texts"], row["test"], row["policy"], row["budget"]
-        cell = cells.setdefault(key, {"agree": [], "kl": []})
-        cell["agree"] += row["agree"]
-        cell["kl"] += row["kl"]
+        values.setdefault(key, []).append((np.array(list(row["agree"]), float), np.array(row["kl"])))
+    cells = {key: [np.concatenate(parts) for parts in zip(*pairs, strict=True)] for key, pairs in values.items()}
     result = []
-    for (texts_name, test, policy, budget), cell in cells.items():
-        agree, kl = np.array(cell["agree"], float), np.array(cell["kl"])
+    for (texts_name, test, policy, budget), (agree, kl) in cells.items():
         entry = {
             "texts": texts_name, "test": test, "policy": policy, "budget": budget, "tokens": len(agree),
             "top1": agree.mean(), "top1_interval": wilson(int(agree.sum()), len(agree)),
@@ -276,8 +271,8 @@ def summary(rows: list[dict]) -> list[dict]:
         }  # fmt: skip
         keys = cells.get((texts_name, test, "keys", budget))
         if keys is not None and policy != "keys":
-            entry["keys_top1_gain_interval"] = bootstrap(np.array(keys["agree"], float) - agree)
-            entry["keys_kl_gain_interval"] = bootstrap(kl - np.array(keys["kl"]))
+            entry["keys_top1_gain_interval"] = bootstrap(keys[0] - agree)
+            entry["keys_kl_gain_interval"] = bootstrap(kl - keys[1])
         result.append(entry)
     return result
 
@@ -359,7 +354,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     steps = sum(len(batch[0].tokens) for batch in batches(cases, len(prompts)))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    rows = []
+    rows, path = [], None
     with torch.no_grad(), Progress(*columns, console=console) as progress:
         task = progress.add_task("dense", total=len(prompts))
         tensors = run_dense(model, prompts, cases, lambda: progress.advance(task))
@@ -368,15 +363,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             rows += run_policy(
                 model, policy, args.budgets, prompts, tensors, cases, geometry, lambda task=task: progress.advance(task)
             )
-    cells = summary(rows)
-    claims = claims_of(cells)
+            cells = summary(rows)
+            claims = claims_of(cells)
+            if not args.no_file:  # after every policy, so that a run that is stopped leaves what it has
+                hashes = {f"{name} {kind}": texts.digest(ids) for (name, kind), ids in texts_of.items()}
+                previous, path = path, write_results(
+                    "quality", rows, claims, device=args.device, label="smollm2", cells=cells,
+                    prompt_tokens=args.prompt, texts_sha256=hashes, fresh_seed=args.seed,
+                )  # fmt: skip
+                if previous:
+                    previous.unlink()
     show(cells, args.budgets, console)
-    if not args.no_file:
-        hashes = {f"{name} {kind}": texts.digest(ids) for (name, kind), ids in texts_of.items()}
-        path = write_results(
-            "quality", rows, claims, device=args.device, label="smollm2", cells=cells, prompt_tokens=args.prompt,
-            texts_sha256=hashes, fresh_seed=args.seed,
-        )  # fmt: skip
+    if path:
         console.print(f"wrote {path}")
     return claims
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import platform
 import subprocess
@@ -68,6 +69,13 @@ def write_results(
         "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "-".join(filter(None, (bench, label, f"{now:%Y%m%d-%H%M%S}.json")))
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    stem = "-".join(filter(None, (bench, label, f"{now:%Y%m%d-%H%M%S}")))
+    for number in itertools.count(1):
+        path = RESULTS / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        try:
+            with path.open("x") as file:  # never over a run that ended in the same second
+                file.write(json.dumps(result, indent=1) + "\n")
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError

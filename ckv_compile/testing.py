@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import textwrap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -274,3 +277,189 @@ def capture_call(function, *args: object, dynamic: bool | None = None, **kwargs:
         torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
     assert len(backend.graphs) == 1
     return backend.graphs[0]
+
+
+# ---------------------------------------------------------------------- rewritten graphs, run without Inductor
+
+
+@functools.cache
+def captured_turns(
+    family: str, cache: str, padded: bool, lengths: tuple[int, ...] = (40, 1, 5), **sizes: int
+) -> tuple[Captured, ...]:
+    """One graph per call of a loop on one cache, without position_ids; K and V are dynamic in length after the first.
+
+    ``sizes`` change the tiny config. The graphs are shared between tests: edit copies only.
+    """
+    import transformers
+
+    torch._dynamo.reset()
+    model, backend = tiny_model(family, **sizes), CaptureGraphs()
+    model.compile(backend=backend)
+    if cache == "dynamic":
+        state = transformers.DynamicCache(config=model.config)
+    else:
+        state = transformers.StaticCache(config=model.config, max_cache_len=sum(lengths) + 2)
+    inputs = prompt(tokens=sum(lengths), padded=padded)
+    with torch.no_grad():
+        end = 0
+        for length in lengths:
+            begin, end = end, end + length
+            ids = inputs["input_ids"][:, begin:end].clone()  # a slice has a symbolic stride
+            mask = inputs["attention_mask"][:, :end].clone() if padded else None
+            model(ids, attention_mask=mask, past_key_values=state, use_cache=True)
+            if cache == "dynamic":
+                for layer in state.layers:
+                    torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+                    torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+    assert len(backend.graphs) == len(lengths)
+    return tuple(backend.graphs)
+
+
+@dataclasses.dataclass
+class Rewritten:
+    """A rewritten copy of a captured graph."""
+
+    gm: torch.fx.GraphModule
+    plan: Any
+    sites: list
+
+
+def rewritten(captured: Captured, config: Any) -> Rewritten:
+    """Raises ValueError where the backend would leave the graph dense."""
+    from ckv_compile.passes import graph_edit, match_attention, rewrite_decode, rewrite_plan, rewrite_prefill
+
+    gm = graph_edit.copy_graph(captured.gm)
+    sites, refusals = match_attention.find_sites(gm)
+    assert sites
+    assert not refusals, refusals
+    if reason := rewrite_plan.uniform(sites):
+        raise ValueError(reason)
+    rewrite = rewrite_decode.rewrite_decode if sites[0].is_decode else rewrite_prefill.rewrite_prefill
+    return Rewritten(gm, rewrite(gm, sites, config), sites)
+
+
+class RewrittenCache:
+    """Real state of one cache, with which rewritten graphs run one after another; nothing is checked or dense.
+
+    first: position of the first real token of each row. The slab of a dynamic cache is full of NaN where nothing was
+    written.
+    """
+
+    def __init__(self, config: Any, plan: Any, first: list[int], capacity: int = 300) -> None:
+        from ckv_compile.community.resolution import ResolutionMemory
+        from ckv_compile.runtime.sequence import Sequence
+        from ckv_compile.runtime.slab import KVSlab
+
+        size, batch = plan.geometry, len(first)
+        self.slab = None
+        if plan.cache.name != "STATIC":
+            heads, dim = size.num_kv_heads, size.head_dim
+            self.slab = KVSlab(size.num_layers, batch, heads, dim, capacity, size.dtype, size.device)
+            self.slab.buffer.fill_(torch.nan)
+        keys = None if self.slab is None else self.slab.layer_keys
+        self.sequence = Sequence(config, size, batch, capacity, keys, ResolutionMemory())
+        self.sequence.restart(first)
+
+    def fill(self, past: list[Tensor]) -> None:
+        """Begin with these K and V (K of layer 0, V of layer 0, ...), indexed from the keys alone."""
+        length = past[0].shape[2]
+        for view, tensor in zip(self.slab.views(length), past, strict=True):
+            view.copy_(tensor)
+        self.sequence.length = length
+        self.sequence.length_device.fill_(length)
+        self.sequence.offer_all()
+
+    def run(self, graph: Rewritten, inputs: list) -> list:
+        """The kept outputs of the graph for dynamo's inputs; a static cache among these is updated in place."""
+        plan, sequence = graph.plan, self.sequence
+        prefill = plan.phase == "prefill"
+        if plan.static_keys and not plan.static_in_outputs:
+            sequence.keys = lambda layer: inputs[plan.static_keys[layer]]
+        sequence.publish()
+        state = dict(sequence.index.nominal)
+        state["first"] = sequence.first_host if prefill else sequence.first_device
+        state["length"] = sequence.length_host.fill_(sequence.length) if prefill else sequence.length_device
+        state["ticket"] = sequence.ticket
+        for layer in range(plan.geometry.num_layers if self.slab else 0):
+            state[f"key_{layer}"], state[f"value_{layer}"] = self.slab.nominal[2 * layer : 2 * layer + 2]
+        results = graph.gm.forward(*(inputs[i] for i in plan.keep), *(state[name] for name in plan.state))
+        if prefill:
+            sequence.prefilled(sequence.length + plan.num_new(inputs))
+        else:
+            sequence.length += 1
+            sequence.offer_appended()
+        return list(results)
+
+
+def rewritten_text(graph: Rewritten, layer: int) -> str:
+    """What the rewritten attention of one layer reads, calls and hands on; the layer's number is written ``L``."""
+    nodes, plan, site = list(graph.gm.graph.nodes), graph.plan, graph.sites[layer]
+    roles = {
+        site.query: "query", site.key_new: "key_new", site.value_new: "value_new", site.position: "position",
+        site.key_cache: "key_cache", site.value_cache: "value_cache",
+    }  # fmt: skip
+    own = (f"ckv_key_{layer}", f"ckv_value_{layer}")
+
+    def name(argument: object) -> str:
+        if not isinstance(argument, torch.fx.Node):
+            return repr(argument)
+        if argument in roles:
+            return roles[argument]
+        if argument.op == "placeholder":
+            return argument.name[: -len(str(layer))] + "L" if argument.name in own else argument.name
+        rest = ", ".join(name(a) for a in argument.args[1:])
+        if _op_name(argument) == "getitem":
+            return f"{name(argument.args[0])}[{rest}]"
+        return _op_name(argument) if _is_ours(argument) else f"{name(argument.args[0])}.{_op_name(argument)}({rest})"
+
+    def readers(node: torch.fx.Node) -> str:
+        parts = []
+        for user in node.users:
+            item = _op_name(user) == "getitem" and _is_ours(node)
+            parts.append(f"[{user.args[1]}]{readers(user)}" if item else _op_name(user))
+        return f" -> {', '.join(dict.fromkeys(parts))}" if parts else ""
+
+    def of_this_layer(node: torch.fx.Node) -> bool:
+        call = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=True))
+        key = call.get("key")
+        return call.get("layer", layer) == layer and (key is None or name(key) in ("ckv_key_L", "key_cache"))
+
+    # Checked in the graph, not taken from the plan.
+    reads_past = any(past in nodes for past in (site.past_key, site.past_value) if past is not None)
+    returned = set(nodes[-1].all_input_nodes) & {site.key_cache, site.value_cache}
+    lines = [
+        f"{plan.phase}, {plan.cache.value} cache; past K and V are {'' if reads_past else 'not '}inputs, "
+        f"K and V are {'' if returned else 'not '}outputs"
+    ]
+    state: list[str] = []
+    for node in nodes:
+        if _is_state(node):
+            value = node.meta["example_value"]
+            if not node.name.startswith(("ckv_key_", "ckv_value_")) or node.name in own:
+                state.append(f"{name(node)} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
+        elif _is_ours(node) and of_this_layer(node):
+            arguments = (
+                f"{a.name}={'L' if a.name == 'layer' else name(value)}" if not isinstance(value, torch.fx.Node)
+                else name(value)
+                for a, value in zip(node.target._schema.arguments, node.args, strict=True)
+            )  # fmt: skip
+            text = f"{_op_name(node)}({', '.join(arguments)}){readers(node)}"
+            lines += textwrap.wrap(text, 110, subsequent_indent="    ")
+        elif not _is_ours(node) and any(_is_state(argument) for argument in node.all_input_nodes):
+            lines.append(f"{name(node)}{readers(node)}")
+    lines[1:1] = textwrap.wrap("; ".join(state), 110, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _is_state(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder" and node.name.startswith("ckv_")
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ckv"
+
+
+def _op_name(node: torch.fx.Node) -> str:
+    if node.op == "output":
+        return "output"
+    return node.target._opname if _is_ours(node) else getattr(node.target, "__name__", str(node.target))

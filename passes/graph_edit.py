@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterable
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# Calls that matter although nobody reads their value.
-_EFFECTS = frozenset({torch._C._log_api_usage_once})
+from ckv_compile.passes.index_expressions import mutated_argument, size_expr
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -65,6 +65,55 @@ def add_state_inputs(graph: fx.Graph, fakes: dict[str, torch.Tensor]) -> dict[st
     return nodes
 
 
+def set_example_values(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Fake values of new nodes, in order; AOTAutograd's cache is bypassed for users of nodes that lack them.
+
+    Raises what an operator raises for arguments that do not fit together.
+    """
+    with fake_mode_of(graph):
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+            value = node.target(*args, **kwargs)
+            if value is not None:
+                node.meta["example_value"] = value
+
+
+def take_place(new: fx.Node, old: fx.Node) -> None:
+    """Let ``new`` stand for ``old`` and erase that; users find a contiguous tensor where they found one before.
+
+    Raises ValueError if the two differ in shape or dtype.
+    """
+    before, after = old.meta["example_value"], new.meta["example_value"]
+    if before.dtype != after.dtype or _sizes(before.shape) != _sizes(after.shape):
+        raise ValueError(
+            f"the attention gives {tuple(before.shape)} {before.dtype} here (autocast?), "
+            f"its operators would give {tuple(after.shape)} {after.dtype}"
+        )
+    new.meta.update({key: value for key, value in old.meta.items() if key != "example_value"})
+    graph = old.graph
+    if _is_contiguous(before) and not _is_contiguous(after):
+        with graph.inserting_before(old):
+            new = graph.call_method("contiguous", (new,))
+        with fake_mode_of(graph):
+            new.meta["example_value"] = after.contiguous()
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[sympy.Expr]:
+    return [size_expr(size) for size in sizes]
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """As torch sees it, but without guards on symbolic sizes."""
+    expected = sympy.S.One
+    for size, stride in zip(reversed(_sizes(tensor.shape)), reversed(_sizes(tensor.stride())), strict=True):
+        if size != 1 and sympy.expand(stride - expected) != 0:
+            return False
+        expected *= size
+    return True
+
+
 def erase_dead(graph: fx.Graph, keep_placeholders: frozenset[fx.Node] = frozenset()) -> None:
     """Erase pure nodes without users, then placeholders without users; mutations and side effects stay."""
     for node in reversed(graph.nodes):
@@ -76,17 +125,13 @@ def erase_dead(graph: fx.Graph, keep_placeholders: frozenset[fx.Node] = frozense
 
 
 def has_effect(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    if node.op != "call_function":
+    """Whether erasing ``node``, whose value nobody reads, could still be noticed.
+
+    A call without a value is there for its effect: it enters or leaves autocast, asserts, logs, writes somewhere.
+    """
+    if node.op not in ("call_function", "call_method"):
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if node.target in _EFFECTS or node.target is operator.setitem:
-        return True
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
+    return node.meta.get("example_value") is None or mutated_argument(node) is not None or node.is_impure()
 
 
 def has_symbol(value: object) -> bool:

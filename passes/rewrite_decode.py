@@ -16,8 +16,9 @@ import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, state_dtypes
 from ckv_compile.passes import graph_edit
+from ckv_compile.passes.index_expressions import shape_of
 from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
 
 ckv = torch.ops.ckv
 
@@ -32,6 +33,11 @@ def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: Commu
     cache = sites[0].cache
     inputs = graph_edit.placeholders(graph)
     outputs = list(graph_edit.output_node(graph).args[0])
+    static_length = capacity = None
+    if cache is Cache.STATIC:
+        static_length, capacity = static_sizes(graph, sites, inputs)
+    else:
+        require_unchanged(sites)
     state = graph_edit.add_state_inputs(graph, _fake_state(graph, sites, config))
     length_of = _lengths(graph, sites, state)
     for layer, site in enumerate(sites):
@@ -50,7 +56,6 @@ def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: Commu
             advanced = graph.call_method("add_", (state["length"], 1))
         advanced.meta["example_value"] = state["length"].meta["example_value"]
     kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
-    static_length, capacity = static_sizes(sites, inputs) if cache is Cache.STATIC else (None, None)
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
     graph_edit.erase_dead(graph, frozenset(state.values()))
     graph.lint()
@@ -115,15 +120,16 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
     sinks, window = config.num_sink_tokens, config.recent_window
     score = {"communities": config.score, "streaming": "recency", "random": "random"}[config.policy]
     batch = site.query.meta["example_value"].shape[0]
+    new: list[fx.Node] = []
     with graph.inserting_before(site.node):
         call = graph.call_function
         if site.cache is Cache.DYNAMIC:
-            call(ckv.append_kv.default, (key, value, site.key_new, site.value_new, length))
+            new.append(call(ckv.append_kv.default, (key, value, site.key_new, site.value_new, length)))
         if isinstance(batch, torch.SymInt):
             size = graph.call_method("size", (site.query, 0))
             size.meta["example_value"] = batch
             batch = size
-        call(
+        routed = call(
             ckv.route.default,
             (site.query, *(state[n] for n in ("centroid", "size", "num_communities", "capacity", "scores")),
              layer, graphs, groups, site.scale, score, length),
@@ -140,13 +146,11 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
             ckv.sparse_attention.default,
             (site.query, key, value, *attended, site.sink_logits, layer, site.scale, sinks, window),
         )
-        new = [retrieved, tokens, count, out]
+        new += [routed, retrieved, tokens, count, out]
         if assigns_tokens(config):
             new += _assign(call, site, layer, key, attended, out, graphs, state, length, config)
-    _set_example_values(graph, new)
-    out.meta.update({k: v for k, v in site.node.meta.items() if k != "example_value"})
-    site.node.replace_all_uses_with(out)
-    graph.erase_node(site.node)
+    graph_edit.set_example_values(graph, new)
+    graph_edit.take_place(out, site.node)
 
 
 def _assign(call, site, layer, key, attended, out, graphs, state, length, config) -> list[fx.Node]:
@@ -162,7 +166,7 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
     neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
     names = ("centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
              "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma", "capacity")  # fmt: skip
-    call(
+    assigned = call(
         ckv.assign_token.default,
         (
             neighbor,
@@ -178,15 +182,7 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
             lam,
         ),
     )
-    return [edges, neighbor, weight]
-
-
-def _set_example_values(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Fake values of new nodes; AOTAutograd's cache is bypassed for users of nodes that lack them."""
-    with graph_edit.fake_mode_of(graph):
-        for node in nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-            node.meta["example_value"] = node.target(*args, **kwargs)
+    return [edges, neighbor, weight, assigned]
 
 
 def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx.Node) -> None:
@@ -194,9 +190,8 @@ def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx
 
     Only additions of a tensor and exactly the past length are touched; anything else keeps its symbol.
     """
-    past = sites[0].past_key.meta["example_value"].shape[2]
-    if not isinstance(past, torch.SymInt):
-        return
+    past = {shape_of(node)[2] for site in sites for node in (site.past_key, site.past_value)}
+    device = length.meta["example_value"].device
     replaced = None
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (operator.add, torch.add) or len(node.args) != 2:
@@ -208,10 +203,11 @@ def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx
             value, other_value = arg.meta.get("example_value"), other.meta.get("example_value")
             if (
                 isinstance(value, torch.SymInt)
-                and value.node.expr == past.node.expr
+                and value.node.expr in past
                 and isinstance(other_value, torch.Tensor)
                 and other_value.dtype == torch.int64
                 and other_value.dim() == 1
+                and other_value.device == device
             ):
                 if replaced is None:
                     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):

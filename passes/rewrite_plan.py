@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import sympy
 import torch
 from torch import fx
 
+from ckv_compile.passes.index_expressions import (
+    IndexExpressions,
+    Load,
+    NotAnExpression,
+    memory_owner,
+    mutated_argument,
+    shape_of,
+)
 from ckv_compile.passes.match_attention import AttentionSite, Cache
 
 
@@ -80,11 +89,33 @@ def uniform(sites: list[AttentionSite]) -> str | None:
         "padding",
         "mask",
         "is_decode",
+        "batch",
     ):
         values = {str(getattr(site, field)) for site in sites}
         if len(values) > 1:
             return f"the layers differ in {field}: {', '.join(sorted(values))}"
+    lengths = {"new tokens": {shape_of(site.query)[2] for site in sites}}
+    if sites[0].cache is Cache.DYNAMIC:
+        # Symbolic lengths are not compared: dynamo gives each input its own symbol.
+        past = (shape_of(node)[2] for site in sites for node in (site.past_key, site.past_value))
+        lengths["cached tokens"] = {length for length in past if length.is_Integer}
+    for what, values in lengths.items():
+        if len(values) > 1:
+            return f"the layers differ in the number of {what}: {', '.join(sorted(map(str, values)))}"
     return None
+
+
+def require_unchanged(sites: list[AttentionSite]) -> None:
+    """Raise ValueError if new keys or values are written in place after ``cat`` copied them: they are read later now."""
+    order = {node: i for i, node in enumerate(sites[0].node.graph.nodes)}
+    writes = [node for node in order if mutated_argument(node) is not None]
+    for site in sites:
+        for new, joined in ((site.key_new, site.key_cache), (site.value_new, site.value_cache)):
+            for write in writes:
+                if order[joined] < order[write] < order[site.node] and (
+                    memory_owner(mutated_argument(write)) is memory_owner(new)
+                ):
+                    raise ValueError(f"{new.name} is written in place after it was added to the cache ({write.name})")
 
 
 def size_reader(size: int | torch.SymInt, inputs: list[fx.Node]) -> Callable[[list], int] | None:
@@ -102,24 +133,25 @@ def size_reader(size: int | torch.SymInt, inputs: list[fx.Node]) -> Callable[[li
     return None
 
 
-def static_sizes(sites: list[AttentionSite], inputs: list[fx.Node]) -> tuple[int, int]:
+def static_sizes(graph: fx.Graph, sites: list[AttentionSite], inputs: list[fx.Node]) -> tuple[int, int]:
     """(index of the input that counts the cached tokens of layer 0, capacity) of a static cache.
 
-    Raises ValueError if the write position is not computed from exactly one counter.
+    Raises ValueError unless that counter is, for every layer, the position of the first new token.
     """
-    counters, seen, pending = set(), set(), [sites[0].position]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        pending.extend(node.all_input_nodes)
-        value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            counters.add(inputs.index(node))
+    expressions = IndexExpressions(graph)
     capacity = sites[0].key_cache.meta["example_value"].shape[2]
-    if len(counters) != 1:
-        raise ValueError(f"the position in the static cache depends on {len(counters)} inputs, not on one counter")
     if not isinstance(capacity, int):
         raise ValueError("the capacity of the static cache is not known at compile time")
-    return counters.pop(), capacity
+    try:
+        starts = {expressions.of(site.position).at((sympy.S.Zero,)): site for site in sites}
+    except NotAnExpression as error:
+        raise ValueError(f"the position in the static cache is computed in an unknown way ({error})") from None
+    if len(starts) > 1:
+        raise ValueError(
+            f"the layers write at different positions of their static caches: {', '.join(map(str, starts))}"
+        )
+    (start,) = starts
+    counter = expressions.loads.get(start.tensor_name) if isinstance(start, Load) else None
+    if counter is None or counter not in inputs or any(size != 1 for size in shape_of(counter)):
+        raise ValueError(f"the position in the static cache is {start}, not the value of one counter")
+    return inputs.index(counter), capacity

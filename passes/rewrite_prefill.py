@@ -17,8 +17,7 @@ from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_decode import _set_example_values
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, size_reader, static_sizes
+from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
 
 ckv = torch.ops.ckv
 
@@ -34,6 +33,11 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
     inputs = graph_edit.placeholders(graph)
     outputs = list(graph_edit.output_node(graph).args[0])
     dynamic = first.cache in (Cache.EMPTY, Cache.DYNAMIC)
+    static_length = capacity = None
+    if dynamic:
+        require_unchanged(sites)
+    else:
+        static_length, capacity = static_sizes(graph, sites, inputs)
     state = graph_edit.add_state_inputs(graph, _fake_state(graph, sites))
     for layer, site in enumerate(sites):
         if dynamic:
@@ -52,7 +56,6 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
         where = outputs if in_outputs else inputs
         static_keys = [where.index(site.key_cache) for site in sites]
     kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
-    static_length, capacity = static_sizes(sites, inputs) if not dynamic else (None, None)
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
     graph_edit.erase_dead(graph, frozenset(state.values()))
     graph.lint()
@@ -116,7 +119,7 @@ def _replace(graph, site, layer, key, value, state, config) -> None:
     with graph.inserting_before(site.node):
         call = graph.call_function
         if site.cache in (Cache.EMPTY, Cache.DYNAMIC):
-            call(ckv.append_kv.default, (key, value, site.key_new, site.value_new, state["length"]))
+            new.append(call(ckv.append_kv.default, (key, value, site.key_new, site.value_new, state["length"])))
         num_new = site.query.meta["example_value"].shape[2]
         if isinstance(num_new, torch.SymInt):
             size = graph.call_method("size", (site.query, 2))
@@ -131,8 +134,7 @@ def _replace(graph, site, layer, key, value, state, config) -> None:
             neighbor = weight = None
             out = call(ckv.prefill_attention.default, (*common, site.sink_logits))
             new.append(out)
-        call(ckv.submit_partition.default, (state["ticket"], key, state["length"], num_new, neighbor, weight, layer))
-    _set_example_values(graph, new)
-    out.meta.update({k: v for k, v in site.node.meta.items() if k != "example_value"})
-    site.node.replace_all_uses_with(out)
-    graph.erase_node(site.node)
+        submission = (state["ticket"], key, state["length"], num_new, neighbor, weight, layer)
+        new.append(call(ckv.submit_partition.default, submission))
+    graph_edit.set_example_values(graph, new)
+    graph_edit.take_place(out, site.node)

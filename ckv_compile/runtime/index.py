@@ -51,12 +51,18 @@ class CommunityIndex:
         """Keep only blocks that end at or before ``length`` tokens: later positions will be written anew."""
         for layer in range(self.shape.layers):
             kept = [mark for mark in self.marks[layer] if mark[0] <= length]
-            if len(kept) == len(self.marks[layer]):
-                continue
-            tokens, communities = kept[-1] if kept else (0, 0)
-            self.marks[layer], self.used[layer] = kept, communities
-            self.n_indexed[layer].fill_(tokens)
-            self.num_communities[layer].fill_(communities)
+            if len(kept) < len(self.marks[layer]) or assigns_tokens(self.config):
+                self.marks[layer], self.used[layer] = kept, kept[-1][1] if kept else 0
+                self.forget_assigned(layer)
+        self.log_first.clamp_(max=length)
+
+    def forget_assigned(self, layer: int) -> None:
+        """Back to the published blocks: tokens that decode steps assigned since count no longer as members."""
+        tokens = self.marks[layer][-1][0] if self.marks[layer] else 0
+        used = self.used[layer]
+        self.n_indexed[layer].fill_(tokens)
+        self.num_communities[layer].fill_(used)
+        self.size[layer, :, :, :used].copy_(self.stored[layer, :, :, :used])
 
     def grown(self, shape: IndexShape) -> CommunityIndex:
         """A larger index with the same content."""
@@ -76,6 +82,8 @@ class CommunityIndex:
         at = self.used[layer]
         upto = at + block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
+        if assigns_tokens(self.config):
+            self.forget_assigned(layer)  # they are in the new block, or in the tail behind it
         self._write(layer, at, start, block, key)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))

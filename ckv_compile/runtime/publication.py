@@ -26,8 +26,8 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             index.append_block(layer, finished.start, finished.stop, finished.result, sequence.keys(layer))
             sequence.statistics.partitioned(layer, finished.result)
     finished = sequence.waiting.pop((layer, 0), None)
-    if finished is None:
-        return
+    if finished is None or (index.marks[layer] and finished.stop < index.marks[layer][-1][0]):
+        return  # nothing, or overtaken by a partition of more tokens
     logged = _logged_since(sequence, layer, finished.stop)
     index.replace(layer, finished.stop, finished.result, sequence.keys(layer))
     sequence.statistics.partitioned(layer, finished.result)

@@ -18,7 +18,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.pool = SlabPool()
-        self._by_slab: weakref.WeakKeyDictionary[KVSlab, Sequence] = weakref.WeakKeyDictionary()
+        self._by_slab: dict[int, Sequence] = {}  # by the slab's id; an entry goes when its slab does
         self._by_storage: dict[int, Sequence] = {}
         self._memory: dict[str, ResolutionMemory] = {}
         self._lock = threading.RLock()
@@ -37,33 +37,42 @@ class Registry:
         return None
 
     def sequence_of(self, slab: KVSlab) -> Sequence | None:
-        return self._by_slab.get(slab)
+        return self._by_slab.get(id(slab))
 
     def attach(self, slab: KVSlab, config: CommunityConfig, geometry, batch: int) -> Sequence:
         """The slab's sequence, made anew where it has none with these options."""
         with self._lock:
-            sequence = self._by_slab.get(slab)
+            sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
-                if sequence is not None:
-                    sequence.close()
                 sequence = Sequence(
                     config, geometry, batch, slab.capacity, _slab_keys(weakref.ref(slab)), self.memory(config)
                 )
-                self._by_slab[slab] = sequence
-                weakref.finalize(slab, sequence.close)
+                self._bind(slab, sequence)
             return sequence
 
     def move(self, sequence: Sequence, old: KVSlab, new: KVSlab) -> None:
         """The cache outgrew its slab: its sequence follows it into a larger one."""
         with self._lock:
-            self._by_slab.pop(old, None)
-            previous = self._by_slab.get(new)
-            if previous is not None:
-                previous.close()
+            self._by_slab.pop(id(old), None)
             sequence.keys = _slab_keys(weakref.ref(new))
             sequence.grow(new.capacity)
-            self._by_slab[new] = sequence
-            weakref.finalize(new, sequence.close)
+            self._bind(new, sequence)
+
+    def _bind(self, slab: KVSlab, sequence: Sequence) -> None:
+        previous = self._by_slab.pop(id(slab), None)
+        if previous is not None:
+            previous.close()
+        self._by_slab[id(slab)] = sequence
+        if not slab.watched:
+            # One for the life of the slab, and it holds no sequence: a slab may serve many, and a sequence may move on.
+            slab.watched = True
+            weakref.finalize(slab, self._drop_slab, id(slab)).atexit = False
+
+    def _drop_slab(self, identity: int) -> None:
+        with self._lock:
+            sequence = self._by_slab.pop(identity, None)
+        if sequence is not None:
+            sequence.close()
 
     # ------------------------------------------------------------------ static caches
 
@@ -77,13 +86,15 @@ class Registry:
             if previous is not None and previous is not sequence:
                 previous.close()
             self._by_storage[cdata] = sequence
-        weakref.finalize(key, self._drop_static, cdata, sequence)
+        weakref.finalize(key, self._drop_static, cdata, weakref.ref(sequence)).atexit = False
 
-    def _drop_static(self, cdata: int, sequence: Sequence) -> None:
+    def _drop_static(self, cdata: int, reference: weakref.ref[Sequence]) -> None:
         with self._lock:
-            if self._by_storage.get(cdata) is sequence:
-                del self._by_storage[cdata]
-                sequence.close()
+            sequence = reference()
+            if sequence is None or self._by_storage.get(cdata) is not sequence:
+                return
+            del self._by_storage[cdata]
+        sequence.close()
 
     # ------------------------------------------------------------------
 

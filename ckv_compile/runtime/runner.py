@@ -83,7 +83,7 @@ class GraphRunner:
     def _first_prefill(self, args, statistics):
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
-        first = self._padding(args, batch)
+        first = self._padding(args, batch, new)
         if first is None:
             return self._run_dense(args, statistics, "the padding mask is not left padding")
         slab = REGISTRY.pool.take(plan.geometry, batch, new)
@@ -97,16 +97,13 @@ class GraphRunner:
     def _later_prefill(self, args, statistics):
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
-        first = self._padding(args, batch)
+        first = self._padding(args, batch, args[plan.past[0]].shape[2] + new)
         if first is None:
             return self._run_dense(args, statistics, "the padding mask is not left padding")
         sequence, slab = self._locate(args, batch, new, first, statistics)
         try:
-            if sequence.first != first:
-                # Other rows are padded than when the index was built: it describes another mask.
-                sequence.restart(first)
-                sequence.length = args[plan.past[0]].shape[2]
             sequence.publish()
+            sequence.before_later_prefill()
             return self._prefill(args, sequence, slab, new)
         finally:
             slab.reserved = False
@@ -114,9 +111,13 @@ class GraphRunner:
     def _prefill(self, args, sequence: Sequence, slab: KVSlab, new: int):
         plan = self.plan
         sequence.length_host.fill_(sequence.length)
-        results = self.compiled(
-            *(args[i] for i in plan.keep), *slab.nominal, sequence.length_host, sequence.first_host, sequence.ticket
-        )
+        try:
+            results = self.compiled(
+                *(args[i] for i in plan.keep), *slab.nominal, sequence.length_host, sequence.first_host, sequence.ticket
+            )
+        except BaseException:
+            sequence.truncate(sequence.length)
+            raise
         sequence.prefilled(sequence.length + new)
         views = slab.views(sequence.length)
         for view in views:
@@ -129,19 +130,10 @@ class GraphRunner:
     def _decode(self, args, statistics):
         plan = self.plan
         batch = plan.batch(args)
-        sequence, slab, first = self._known(args)
-        if sequence is None or not sequence.padding_checked or (plan.padding is None and any(sequence.first)):
-            first = self._padding(args, batch)
-            if first is None:
-                return self._run_dense(args, statistics, "the padding mask is not left padding")
-            sequence, slab = self._locate(args, batch, 1, first, statistics)
-            if sequence.first != first:
-                sequence.restart(first)
-                sequence.length = args[plan.past[0]].shape[2]
-            sequence.padding_checked = plan.padding is not None or sequence.padding_checked
-        elif sequence.length + 1 > slab.capacity:
-            sequence, slab = self._locate(args, batch, 1, sequence.first, statistics)
-        sequence.statistics = statistics
+        first = self._padding(args, batch, args[plan.past[0]].shape[2] + 1)
+        if first is None:
+            return self._run_dense(args, statistics, "the padding mask is not left padding")
+        sequence, slab = self._locate(args, batch, 1, first, statistics)
         try:
             sequence.publish()
             self._count(sequence)
@@ -156,28 +148,26 @@ class GraphRunner:
             sequence.length += 1
             sequence.offer_appended()
             return self._outputs(results, slab.views(sequence.length))
+        except BaseException:
+            # The step may have ended or not: the length on the device must be the one that the host knows.
+            sequence.length_device.fill_(sequence.length)
+            raise
         finally:
             slab.reserved = False
 
     def _known(self, args):
         """The sequence whose slab holds exactly the past K and V of this call at its present length."""
-        plan = self.plan
-        past = args[plan.past[0]]
-        slab = REGISTRY.slab_at(past.data_ptr())
+        past = [args[position] for position in self.plan.past]
+        slab = REGISTRY.slab_at(past[0].data_ptr())
         sequence = None if slab is None else REGISTRY.sequence_of(slab)
-        if sequence is None or sequence.config != self.config or sequence.length != past.shape[2]:
-            return None, None, None
-        length = sequence.length
-        for position, pointer in zip(plan.past, slab.pointers, strict=True):
-            tensor = args[position]
-            if tensor.data_ptr() != pointer or tensor.shape[2] != length:
-                return None, None, None
-        return sequence, slab, sequence.first
+        if sequence is None or sequence.config != self.config or sequence.length != past[0].shape[2]:
+            return None, None
+        return (sequence, slab) if slab.holds(past, sequence.length) else (None, None)
 
     def _locate(self, args, batch: int, new: int, first: list[int], statistics) -> tuple[Sequence, KVSlab]:
         """The sequence and slab of the past K and V, with room for ``new`` tokens; copies where it must. Reserved."""
         plan = self.plan
-        sequence, slab, _ = self._known(args)
+        sequence, slab = self._known(args)
         length = args[plan.past[0]].shape[2]
         if sequence is None:
             sequence, slab = self._cropped(args, length)
@@ -186,11 +176,8 @@ class GraphRunner:
             for view, position in zip(slab.views(length), plan.past, strict=True):
                 view.copy_(args[position])
             sequence = REGISTRY.attach(slab, self.config, plan.geometry, batch)
-            self._begin(sequence, statistics, first)
-            sequence.length = length
-            sequence.length_device.fill_(length)
-            sequence.padding_checked = plan.padding is not None
             statistics.adopted += 1
+            self._begin(sequence, statistics, first, length)
             sequence.offer_all()
         elif length + new > slab.capacity:
             larger = REGISTRY.pool.take(plan.geometry, batch, length + new + slab.capacity // 2)
@@ -198,25 +185,24 @@ class GraphRunner:
                 target.copy_(source)
             REGISTRY.move(sequence, slab, larger)
             slab = larger
-            sequence.length_device.fill_(length)
         slab.reserved = True
-        sequence.statistics = statistics
+        if sequence.first != first:
+            # Other rows are padded than when the index was built: it describes another mask.
+            self._begin(sequence, statistics, first, length)
+            sequence.offer_all()
+        sequence.account_to(statistics)
         return sequence, slab
 
     def _cropped(self, args, length: int):
         """The sequence of a cache that was cropped in place; none if another cache still views the longer content."""
-        plan = self.plan
-        slab = REGISTRY.slab_at(args[plan.past[0]].data_ptr())
+        past = [args[position] for position in self.plan.past]
+        slab = REGISTRY.slab_at(past[0].data_ptr())
         sequence = None if slab is None else REGISTRY.sequence_of(slab)
         if sequence is None or sequence.config != self.config or length >= sequence.length:
             return None, None
-        for position, pointer in zip(plan.past, slab.pointers, strict=True):
-            if args[position].data_ptr() != pointer or args[position].shape[2] != length:
-                return None, None
-        if slab.foreign_uses() > len(plan.past):
+        if not slab.holds(past, length) or slab.foreign_uses() > len(past):
             return None, None
         sequence.truncate(length)
-        sequence.length_device.fill_(length)
         return sequence, slab
 
     # ------------------------------------------------------------------ static caches
@@ -228,26 +214,24 @@ class GraphRunner:
         first = self._static_padding(args, batch, length, new)
         if first is None:
             return self._run_dense(args, statistics, "the mask is not causal with left padding")
-        sequence = None
-        if not plan.static_in_outputs:
-            sequence = self._static_known(args, length)
-            capacity = args[plan.static_keys[0]].shape[2]
+        if plan.static_in_outputs:
+            sequence = self._new_static(batch, plan.static_capacity)
+            self._begin(sequence, statistics, first)
         else:
-            capacity = plan.static_capacity
-        if sequence is None:
-            sequence = Sequence(self.config, plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
-            self._begin(sequence, statistics, first)
-            sequence.length = length
-        elif length == 0 or sequence.first != first:
-            self._begin(sequence, statistics, first)
-            sequence.length = length
-        if not plan.static_in_outputs:
-            sequence.keys = lambda layer: args[plan.static_keys[layer]]
-        sequence.statistics = statistics
+            keys = [args[i] for i in plan.static_keys]
+            sequence, _ = self._static_sequence(keys[0], batch, first, length, statistics)
+            sequence.keys = keys.__getitem__
         sequence.length_host.fill_(length)
-        results = self.compiled(
-            *(args[i] for i in plan.keep), sequence.length_host, sequence.first_host, sequence.ticket
-        )
+        try:
+            sequence.before_later_prefill()
+            results = self.compiled(
+                *(args[i] for i in plan.keep), sequence.length_host, sequence.first_host, sequence.ticket
+            )
+        except BaseException:
+            sequence.truncate(length)
+            raise
+        finally:
+            sequence.keys = None  # the sequence must not keep alive what it dies with
         sequence.prefilled(length + new)
         results = self._outputs(results, [])
         keys = [(results if plan.static_in_outputs else args)[i] for i in plan.static_keys]
@@ -269,38 +253,45 @@ class GraphRunner:
         first = self._static_padding(args, batch, length, 1)
         if first is None:
             return self._run_dense(args, statistics, "the mask is not causal with left padding")
-        sequence = self._static_known(args, length)
-        if sequence is None or sequence.first != first:
-            sequence = Sequence(self.config, plan.geometry, batch, keys[0].shape[2], None, REGISTRY.memory(self.config))
-            statistics.adopted += 1
-            sequence.keys = lambda layer: keys[layer]
-            self._begin(sequence, statistics, first)
-            sequence.length = length
+        sequence, known = self._static_sequence(keys[0], batch, first, length, statistics)
+        sequence.keys = keys.__getitem__
+        try:
+            if not known:
+                sequence.offer_all()
+            sequence.publish()
+            self._count(sequence)
+            index = sequence.index.nominal
+            results = self.compiled(
+                *(args[i] for i in plan.keep), sequence.first_device, *(index[n] for n in self._index_names)
+            )
+            sequence.length += 1
             self._remember_static(keys[0], sequence)
-            sequence.offer_all()
-        sequence.keys = lambda layer: keys[layer]
-        sequence.statistics = statistics
-        sequence.publish()
-        self._count(sequence)
-        index = sequence.index.nominal
-        results = self.compiled(
-            *(args[i] for i in plan.keep), sequence.first_device, *(index[n] for n in self._index_names)
-        )
-        sequence.length += 1
-        sequence.version = keys[0]._version
-        sequence.offer_appended()
-        sequence.keys = None
+            sequence.offer_appended()
+        finally:
+            sequence.keys = None
         return self._outputs(results, [])
 
-    def _static_known(self, args, length: int) -> Sequence | None:
-        key = args[self.plan.static_keys[0]]
+    def _static_sequence(
+        self, key: torch.Tensor, batch: int, first: list[int], length: int, statistics
+    ) -> tuple[Sequence, bool]:
+        """The sequence of a static cache that holds ``length`` tokens, and whether it knew them; else it begins anew."""
         sequence = REGISTRY.static_sequence(key)
-        if sequence is None or sequence.config != self.config or key.is_inference() or sequence.batch != key.shape[0]:
-            return None
-        if length == 0:
-            return sequence
-        # Another version: somebody else wrote to the cache since our last step.
-        return sequence if sequence.length == length and sequence.version == key._version else None
+        if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
+            sequence = self._new_static(batch, key.shape[2])
+        elif length and sequence.length == length and sequence.version == key._version and sequence.first == first:
+            sequence.account_to(statistics)
+            return sequence, True
+        # The cache was reset, or holds what the backend never saw; another version: somebody else wrote to it.
+        statistics.adopted += int(length > 0)
+        self._begin(sequence, statistics, first, length)
+        return sequence, False
+
+    def _fits(self, sequence: Sequence, batch: int, capacity: int) -> bool:
+        sizes = sequence.config, sequence.geometry, sequence.batch, sequence.shape.tokens
+        return sizes == (self.config, self.plan.geometry, batch, capacity)
+
+    def _new_static(self, batch: int, capacity: int) -> Sequence:
+        return Sequence(self.config, self.plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
 
     def _remember_static(self, key: torch.Tensor, sequence: Sequence) -> None:
         if key.is_inference():
@@ -313,23 +304,26 @@ class GraphRunner:
         if self.plan.mask is not None:
             return padding_of_given(args[self.plan.mask], length, batch)
         if self.plan.padding is not None:
-            mask = args[self.plan.padding]
-            # A mask may be shorter than the buffer; then later positions are not seen.
-            return left_padding(mask[:, : length + new]) if mask.shape[1] >= length + new else None
+            return self._padding(args, batch, length + new)
         return [0] * batch
 
     # ------------------------------------------------------------------ shared
 
-    def _padding(self, args, batch: int) -> list[int] | None:
+    def _padding(self, args, batch: int, length: int) -> list[int] | None:
+        """First real token of each row once the cache holds ``length`` tokens.
+
+        Read at every step: nothing else says that a mask is still the one of the step before.
+        """
         if self.plan.padding is None:
             return [0] * batch
-        return left_padding(args[self.plan.padding])
+        mask = args[self.plan.padding]
+        # A mask may be longer than what it masks; where it is shorter, the tokens behind it are not seen.
+        return left_padding(mask[:, :length]) if mask.shape[1] >= length else None
 
-    def _begin(self, sequence: Sequence, statistics, first: list[int]) -> None:
+    def _begin(self, sequence: Sequence, statistics, first: list[int], length: int = 0) -> None:
         sequence.settle()
         sequence.statistics = statistics
-        sequence.restart(first)
-        sequence.padding_checked = self.plan.padding is not None
+        sequence.restart(first, length)
 
     def _count(self, sequence: Sequence) -> None:
         statistics = sequence.statistics

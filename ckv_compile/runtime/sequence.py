@@ -71,7 +71,6 @@ class Sequence:
         self.statistics = RunStatistics(geometry.num_layers)
         self.length = 0
         self.first = [0] * batch
-        self.padding_checked = False
         device = geometry.device
         self.shape = IndexShape.for_cache(config, geometry, batch, capacity)
         self.index = CommunityIndex(self.shape, config, geometry.dtype, device)
@@ -96,15 +95,15 @@ class Sequence:
 
     # ------------------------------------------------------------------ life
 
-    def restart(self, first: list[int]) -> None:
-        """Begin a new prompt in the same buffers."""
-        self.epoch += 1
-        self.length = self.refreshed_at = 0
+    def restart(self, first: list[int], length: int = 0) -> None:
+        """Begin anew in the same buffers: a prompt, or a cache of ``length`` tokens of which nothing else is known."""
+        self._forget_submitted()
+        self.length = self.refreshed_at = length
+        self.length_device.fill_(length)
         self.index.clear()
         self.submitted = [0] * self.geometry.num_layers
         self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
-        self.waiting.clear()
-        self.unseen_queries = False
+        self.unseen_queries = length > 0 and not self.in_blocks
         self.set_first(first)
 
     def prefilled(self, length: int) -> None:
@@ -121,31 +120,35 @@ class Sequence:
             self.prefilled_at = time.perf_counter()
 
     def set_first(self, first: list[int]) -> None:
-        self.first, self.padding_checked = list(first), True
+        self.first = list(first)
         values = torch.tensor(first, dtype=torch.int32)
         self.first_host.copy_(values)
         self.first_device.copy_(values)
 
     def close(self) -> None:
-        self.epoch += 1
+        self.settle()
+        self._forget_submitted()
         _live.pop(self.identifier, None)
+
+    def truncate(self, length: int) -> None:
+        """The cache was cropped to ``length`` tokens, or a call that would have gone beyond them failed."""
+        self._forget_submitted()
+        self.index.truncate(length)
+        for layer, edges in enumerate(self.edges):
+            self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
+            if edges.tokens > length:
+                self.edges[layer] = _cut(edges, length)
+        self.length, self.refreshed_at = length, min(self.refreshed_at, length)
+        self.length_device.fill_(length)
+
+    def _forget_submitted(self) -> None:
+        """No partition under way is wanted any more: its tokens are gone."""
+        self.epoch += 1
+        self.waiting.clear()
         with self._pending_lock:
             pending, self.pending = list(self.pending), set()
         for ticket in pending:
             ticket.cancel()
-
-    def truncate(self, length: int) -> None:
-        """The cache was cropped to ``length`` tokens."""
-        if length < self.length:
-            self.epoch += 1
-            self.waiting.clear()
-            self.index.truncate(length)
-            for layer, edges in enumerate(self.edges):
-                indexed = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
-                self.submitted[layer] = indexed
-                if edges.tokens > length:
-                    self.edges[layer] = _cut(edges, length)
-        self.length = length
 
     def grow(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; the buffers move."""
@@ -190,12 +193,14 @@ class Sequence:
 
     def offer_all(self) -> None:
         """Index a cache whose prompt the backend never saw, from its keys alone."""
-        if not self.in_blocks:
-            self.unseen_queries = True
-            return
-        if self.length > self.config.min_context:
+        if self.in_blocks and self.length > self.config.min_context:
             for layer in range(self.geometry.num_layers):
                 self._offer_blocks(layer, self.keys(layer), self.length, final=True)
+
+    def before_later_prefill(self) -> None:
+        """The log of generated tokens is about to begin anew behind the new ones: bring in what it holds."""
+        if assigns_tokens(self.config) and not self.in_blocks and not self.unseen_queries:
+            self._collect_logged_edges()
 
     def refresh(self) -> None:
         """Partition the whole context again in the background, starting from the present communities."""
@@ -231,7 +236,9 @@ class Sequence:
         first = [row + self.config.num_sink_tokens for row in self.first]
         initial = None
         if warm and self.index.marks[layer]:
-            initial = self.index.label[layer, :, :, :upto].to("cpu").numpy()
+            initial = self.index.label[layer, :, :, :upto].to("cpu").numpy().copy()
+            for row, indexed in enumerate(self.index.n_indexed[layer].tolist()):
+                initial[row, :, indexed:] = -1  # in no community yet
         self._submit(
             layer, 0, upto, jobs.partition_whole, neighbor, weight, key_neighbor, first, initial,
             self.shape.graphs, self.config, self.memory, layer,
@@ -315,7 +322,9 @@ class Sequence:
                 continue
             for error in finished.errors:
                 self._failed(error)
-            self.waiting[finished.layer, finished.start] = finished
+            place = finished.layer, finished.start
+            if place not in self.waiting or self.waiting[place].stop < finished.stop:
+                self.waiting[place] = finished
         if not self.waiting:
             return
         for layer in range(self.geometry.num_layers):
@@ -344,6 +353,12 @@ class Sequence:
         self.error = error
 
     # ------------------------------------------------------------------ reading
+
+    def account_to(self, statistics: RunStatistics) -> None:
+        """From here on, what happens to this cache is told to ``statistics``."""
+        if statistics is not self.statistics:
+            self.settle()
+            self.statistics = statistics
 
     def settle(self) -> None:
         """Move the device counters, and the time of answered jobs, into the statistics."""

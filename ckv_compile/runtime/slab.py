@@ -24,12 +24,14 @@ def storage_uses(tensor: torch.Tensor) -> int:
 class KVSlab:
     """K and V of every layer of one cache. ``views(n)`` are what the model holds after n tokens."""
 
+    @torch.inference_mode(False)  # a cache filled in inference mode may go on, and its slab may serve again, outside
     def __init__(self, layers: int, batch: int, heads: int, dim: int, capacity: int, dtype, device) -> None:
         self.capacity = capacity
         self.buffer = torch.empty(2 * layers, capacity, batch, heads, dim, dtype=dtype, device=device)
         self.nominal = self.views(min(NOMINAL_LENGTH, capacity))
         self.pointers = [view.data_ptr() for view in self.nominal]
         self.reserved = False  # a call that has not handed out its views yet
+        self.watched = False  # the registry hears of its end
         self._own_uses = storage_uses(self.buffer)
 
     def views(self, length: int) -> list[torch.Tensor]:
@@ -37,6 +39,15 @@ class KVSlab:
         # Below autograd these are plain tensors, not views that autograd tracks; dynamo fakes such tensors cheaply.
         with torch._C._AutoDispatchBelowAutograd():
             return list(self.buffer.narrow(1, 0, length).permute(0, 2, 3, 1, 4).unbind(0))
+
+    def holds(self, tensors: list[torch.Tensor], length: int) -> bool:
+        """Whether ``tensors`` are exactly ``views(length)``: not some of the rows, nor every other token."""
+        first = self.nominal[0]
+        shape, strides = (*first.shape[:2], length, first.shape[3]), first.stride()
+        return all(
+            tensor.data_ptr() == pointer and tensor.shape == shape and tensor.stride() == strides
+            for tensor, pointer in zip(tensors, self.pointers, strict=True)
+        )
 
     def layer_keys(self, layer: int) -> torch.Tensor:
         """All of a layer's K, unwritten positions included: ``[batch, heads, capacity, head_dim]``."""
@@ -76,11 +87,13 @@ class SlabPool:
         """
         sizes = (geometry.num_layers, batch, geometry.num_kv_heads, geometry.head_dim)
         with self._lock:
-            for slab in self._slabs:
-                if slab.free() and slab.fits(*sizes, need, geometry.dtype, geometry.device):
-                    slab.reserved = True
-                    return slab
-            self._slabs = [slab for slab in self._slabs if not slab.free()]
+            free = [slab for slab in self._slabs if slab.free()]
+            fitting = [slab for slab in free if slab.fits(*sizes, need, geometry.dtype, geometry.device)]
+            self._slabs = [slab for slab in self._slabs if slab not in free]
+            if fitting:
+                fitting[0].reserved = True
+                self._slabs.append(fitting[0])
+                return fitting[0]
             room = need + max(_GRANULE // 2, need // 8)
             capacity = -(-room // _GRANULE) * _GRANULE
             slab = KVSlab(*sizes, capacity, geometry.dtype, geometry.device)
