@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import ckv_compile.backend  # noqa: F401  (registers the backend)
+import ckv_compile.backend
 from bench import texts
 from bench.results_file import write_results
 from ckv_compile.config import CommunityConfig
@@ -317,6 +319,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="torch's threads on the CPU")
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, 16 predictions, one budget, frozen texts")
+    parser.add_argument("--interpret", action="store_true", help="run rewritten graphs node by node, without Inductor")
+    parser.add_argument("--merge", nargs="+", type=Path, help="join the rows of earlier runs on the same texts instead")
     parser.add_argument("--no-file", action="store_true", help="write no JSON file")
     args = parser.parse_args(argv)
     if args.quick:
@@ -329,6 +333,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     args = arguments(argv)
     console = Console()
+    if args.merge:
+        return merge(args.merge, args, console)
+    if args.interpret:
+        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
     if args.threads:
         torch.set_num_threads(args.threads)
     console.print("loading SmolLM2-135M")
@@ -376,6 +384,27 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     show(cells, args.budgets, console)
     if path:
         console.print(f"wrote {path}")
+    return claims
+
+
+def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict[str, float]:
+    """One file from runs that measured different policies or budgets on the same texts."""
+    files = [json.loads(path.read_text()) for path in paths]
+    hashes: dict[str, str] = {}
+    for path, file in zip(paths, files, strict=True):
+        for name, digest in file["texts_sha256"].items():
+            if hashes.setdefault(name, digest) != digest:
+                raise ValueError(f"the runs must share their texts; {name} of {path} has sha256 {digest}")
+    rows = [row for file in files for row in file["rows"]]
+    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
+    cells = summary(rows)
+    claims = claims_of(cells)
+    show(cells, sorted({row["budget"] for row in rows}), console)
+    path = write_results(
+        "quality", rows, claims, device=args.device, label="smollm2", cells=cells,
+        prompt_tokens=files[0]["prompt_tokens"], texts_sha256=hashes, runs=runs,
+    )  # fmt: skip
+    console.print(f"wrote {path}")
     return claims
 
 

@@ -28,6 +28,7 @@ from ckv_compile.passes.rewrite_prefill import rewrite_prefill
 from ckv_compile.runtime.runner import GraphRunner, prepare
 
 log = logging.getLogger(__name__)
+LEAST_CAPABILITY = (8, 0)
 
 
 def communitykv(
@@ -56,7 +57,7 @@ def communitykv(
     if reason is None:
         plan, reason = _rewrite(copied, sites, config)
     if plan is None:
-        record.refusals += [(site.name, reason) for site in sites]
+        record.refusals += [(site.name, reason or "") for site in sites]
         record.names = []
         return _dense(gm, patches, record, entry_of)
 
@@ -76,9 +77,25 @@ def _why_not(gm: fx.GraphModule, sites: list, refusals: list) -> str | None:
         return "gradients are enabled and an input requires grad; call the model under torch.no_grad()"
     if refusals:
         return f"another layer of the same graph was refused ({refusals[0].name}: {refusals[0].reason})"
+    if (unsupported := device_reason(sites[0].device)) is not None:
+        return unsupported
     if sites[0].cache is Cache.NONE:
         return "no cache: the keys and values of this call are not kept"
     return uniform(sites)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why attention on this device is left alone, or None. Judged by what a GPU can do, never by its name."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"device {device.type}; supported are cpu and cuda"
+    if torch.version.hip is not None:
+        return "a ROCm build of torch; supported are cpu and CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"CUDA compute capability {capability[0]}.{capability[1]}; supported are 8.0 and later"
+    return None
 
 
 def _requires_grad(node: fx.Node) -> bool:

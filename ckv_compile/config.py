@@ -33,7 +33,7 @@ class CommunityConfig:
     """
 
     graph: GraphSource = "keys"
-    mean_size: int | None = None  # target mean community size: 8 with "keys" and "mixed", 16 with "attention"
+    mean_size: int = None  # type: ignore[assignment]  # target mean community size: 8 with "keys" and "mixed", 16 with "attention"
     block_size: int = 2048  # tokens of one independently partitioned block ("keys")
     append_block: int = 512  # generated tokens that are indexed together ("keys")
     kappa: int = 8  # neighbours kept per token (paper, section 4)
@@ -48,14 +48,14 @@ class CommunityConfig:
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
     recent_window: int = 64
     budget: int = 4096  # attended tokens of one query, everything included (paper, section 4)
-    min_context: int | None = None  # contexts up to this length decode densely: budget
+    min_context: int = None  # type: ignore[assignment]  # contexts up to this length decode densely: budget
     refresh_interval: int = 512  # generated tokens between partitions ("attention", "mixed"; paper, appendix B)
     graph_aggregation: Aggregation = "group"  # one index per KV group (paper, section 4.4)
     topk: TopK = "fast"
     append: Append = "attend"
 
     leiden_engine: Engine = "native"
-    workers: int | None = None  # partition threads: cores - 1; 0 partitions in the calling thread
+    workers: int = None  # type: ignore[assignment]  # partition threads: cores - 1; 0 partitions in the calling thread
     partition_timeout: float = 60.0  # seconds after which contiguous pages stand in for a partition
     seed: int = 0
     cuda_graphs: bool = True

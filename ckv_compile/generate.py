@@ -2,8 +2,8 @@
 
 ``OptimizedModule`` forwards ``generate`` to the original module, which then calls itself eagerly: without help the
 backend would never be reached, silently. While such a method of a model that was compiled with our backend runs, the
-module's own ``_compiled_call_impl`` slot (the one ``Module.compile`` uses) holds the compiled call. Models of other
-backends, and this one outside the method, are untouched.
+module's own ``_compiled_call_impl`` slot (the one ``Module.compile`` uses) leads to the compiled call. Models of other
+backends, and this one outside the method or in other threads, are untouched.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
 # Methods of a model that call the model itself.
 CALLING_METHODS = frozenset({"generate", "generate_batch"})
+THREADED_METHODS = frozenset({"generate_batch"})  # of those, the ones that call it from threads of their own
 
 _lock = threading.RLock()
 _backend: Callable | None = None
@@ -29,7 +30,7 @@ def install(backend: Callable) -> None:
     _backend = backend
     if getattr(OptimizedModule.__getattr__, "_ckv_wraps", None) is None:
         original = OptimizedModule.__getattr__
-        OptimizedModule.__getattr__ = _wrapped_getattr(original)
+        OptimizedModule.__getattr__ = _wrapped_getattr(original)  # type: ignore[method-assign]
 
 
 def _wrapped_getattr(original: Callable) -> Callable:
@@ -40,7 +41,7 @@ def _wrapped_getattr(original: Callable) -> Callable:
             return _reaching_compiled_call(self, value)
         return value
 
-    getattr_._ckv_wraps = original
+    getattr_._ckv_wraps = original  # type: ignore[attr-defined]
     return getattr_
 
 
@@ -57,9 +58,10 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
     def call(*args: Any, **kwargs: Any) -> Any:
         from ckv_compile import report
 
-        with compiled_calls(module):
+        before = report.rewritten_calls(module._orig_mod)
+        with compiled_calls(module, every_thread=method.__name__ in THREADED_METHODS):
             result = method(*args, **kwargs)
-        if not report.reached(module._orig_mod):
+        if report.rewritten_calls(module._orig_mod) == before:
             report.warn_once(
                 f"{type(module._orig_mod).__name__}.{method.__name__} ran without any attention rewritten by "
                 "communitykv; ckv_compile.explain(model) says why"
@@ -70,29 +72,47 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
 
 
 @contextlib.contextmanager
-def compiled_calls(module: OptimizedModule) -> Iterator[None]:
-    """While active, calling the original module runs the compiled call. Nests, also across threads."""
+def compiled_calls(module: OptimizedModule, *, every_thread: bool = False) -> Iterator[None]:
+    """While active, calling the original module runs the compiled call: in this thread, or in every one.
+
+    Nests, also across threads and for several compiled forms of one module.
+    """
     original = module._orig_mod
     slots = original.__dict__
     with _lock:
-        depth = slots.get("_ckv_depth", 0)
-        if depth == 0:
-            if "_ckv_call" not in module.__dict__:
-                # The same context as calling the compiled module: the same backend, options and code cache.
-                module.__dict__["_ckv_call"] = module.dynamo_ctx(original._call_impl)
-            slots["_ckv_saved"] = {
-                name: slots[name] for name in ("_compiled_call_impl", "get_compiled_call") if name in slots
-            }
-            slots["_compiled_call_impl"] = module.__dict__["_ckv_call"]
+        if "_ckv_call" not in module.__dict__:
+            # The same context as calling the compiled module: the same backend, options and code cache.
+            module.__dict__["_ckv_call"] = module.dynamo_ctx(original._call_impl)
+        entry = (None if every_thread else threading.get_ident(), module.__dict__["_ckv_call"])
+        if "_ckv_active" not in slots:
+            saved = {name: slots[name] for name in ("_compiled_call_impl", "get_compiled_call") if name in slots}
+            slots["_ckv_active"], slots["_ckv_saved"] = [], saved
+            slots["_compiled_call_impl"] = _call_of_thread(
+                slots["_ckv_active"], saved.get("_compiled_call_impl") or original._call_impl
+            )
             # With a static cache on CUDA generate would compile the call again, with Inductor.
             slots["get_compiled_call"] = lambda compile_config=None: original.__call__
-        slots["_ckv_depth"] = depth + 1
+        slots["_ckv_active"].append(entry)
     try:
         yield
     finally:
         with _lock:
-            slots["_ckv_depth"] -= 1
-            if slots["_ckv_depth"] == 0:
-                for name in ("_ckv_depth", "_compiled_call_impl", "get_compiled_call"):
+            slots["_ckv_active"].remove(entry)
+            if not slots["_ckv_active"]:
+                for name in ("_ckv_active", "_compiled_call_impl", "get_compiled_call"):
                     slots.pop(name, None)
                 slots.update(slots.pop("_ckv_saved"))
+
+
+def _call_of_thread(active: list[tuple[int | None, Callable]], otherwise: Callable) -> Callable:
+    """A call that runs what the calling thread made active last, else what is active in every thread."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entries = active[::-1]
+        for wanted in (threading.get_ident(), None):
+            for thread, compiled in entries:
+                if thread == wanted:
+                    return compiled(*args, **kwargs)
+        return otherwise(*args, **kwargs)
+
+    return call

@@ -52,7 +52,6 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
 
 def most_communities(nodes: int, config: CommunityConfig) -> int:
     """Room, in communities, that a partition of ``nodes`` tokens may fill: mean size half of the target at least."""
-    assert config.mean_size is not None
     return 2 * nodes // config.mean_size + 8
 
 

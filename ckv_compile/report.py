@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import warnings
 import weakref
@@ -27,7 +28,6 @@ class GraphRecord:
     names: list[str] = dataclasses.field(default_factory=list)  # rewritten layers
     refusals: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (layer, reason)
     symbolic: list[str] = dataclasses.field(default_factory=list)
-    calls: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +35,7 @@ class ModelEntry:
     """What is recorded about one model: graphs that ran with its parameters, and counters."""
 
     parameter: weakref.ref | None
-    graphs: list[GraphRecord] = dataclasses.field(default_factory=list)
+    graphs: dict[GraphRecord, int] = dataclasses.field(default_factory=dict)  # calls: other models may share a graph
     statistics: RunStatistics = dataclasses.field(default_factory=lambda: RunStatistics(0))
 
 
@@ -51,11 +51,10 @@ def entry_of(position: int | None, record: GraphRecord, args: Any) -> ModelEntry
     if entry is None or (entry.parameter is not None and entry.parameter() is not parameter):
         reference = None if parameter is None else weakref.ref(parameter, lambda _: _entries.pop(key, None))
         entry = _entries[key] = ModelEntry(reference)
-    if record.calls == 0 or record not in entry.graphs:
-        entry.graphs.append(record)
-        if len(entry.statistics.layers) < len(record.names):
-            entry.statistics.grow_to(len(record.names))
-    record.calls += 1
+    if record not in entry.graphs:
+        entry.graphs[record] = 0
+        entry.statistics.grow_to(len(record.names))
+    entry.graphs[record] += 1
     return entry
 
 
@@ -67,12 +66,14 @@ def warn_once(message: str) -> None:
 
 def entries_of(model: torch.nn.Module) -> list[ModelEntry]:
     keys = {id(parameter) for parameter in model.parameters()}
-    return [entry for key, entry in _entries.items() if key in keys]
+    return [entry for key, entry in list(_entries.items()) if key in keys]
 
 
-def reached(model: torch.nn.Module) -> bool:
-    """Whether any graph of this model was rewritten and ran."""
-    return any(graph.names for entry in entries_of(model) for graph in entry.graphs)
+def rewritten_calls(model: torch.nn.Module) -> int:
+    """How often graphs of this model that were rewritten have run."""
+    return sum(
+        calls for entry in entries_of(model) for graph, calls in list(entry.graphs.items()) if graph.names
+    )
 
 
 # ---------------------------------------------------------------------- explain
@@ -84,7 +85,7 @@ class Explanation:
 
     rewritten: dict[str, list[str]]  # layer -> kinds of graph in which it was rewritten
     refused: dict[str, list[str]]  # layer -> reasons
-    graphs: list[GraphRecord]
+    graphs: dict[GraphRecord, int]  # graph -> calls by this model
     cache_kinds: list[str]
     prefills: int
     decode_steps: int
@@ -109,7 +110,7 @@ class Explanation:
                 "It is reached by torch.compile(model, backend='communitykv') and a call or generate on what that "
                 "returns, by model.compile(backend='communitykv'), or by compiling model.forward.",
             ]
-        lines = [f"graphs: {len(self.graphs)} ({', '.join(_describe(graph) for graph in self.graphs)})"]
+        lines = [f"graphs: {len(self.graphs)} ({', '.join(itertools.starmap(_describe, self.graphs.items()))})"]
         lines.append(f"attention layers rewritten: {len(self.rewritten)}")
         for reason, layers in _by_reason(self.refused).items():
             lines.append(f"attention layers left as they were: {len(layers)} ({_span(layers)}): {reason}")
@@ -155,7 +156,10 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
     entries = entries_of(getattr(model, "_orig_mod", model))
     for sequence in REGISTRY.sequences():
         sequence.settle()
-    graphs = [graph for entry in entries for graph in entry.graphs]
+    graphs: dict[GraphRecord, int] = {}
+    for entry in entries:
+        for graph, calls in list(entry.graphs.items()):
+            graphs[graph] = graphs.get(graph, 0) + calls
     rewritten: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for graph in graphs:
@@ -200,11 +204,11 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
     return explanation
 
 
-def _describe(graph: GraphRecord) -> str:
+def _describe(graph: GraphRecord, calls: int) -> str:
     if graph.phase == "dense":
-        return f"dense, {graph.calls} calls"
+        return f"dense, {calls} calls"
     kind = {"EMPTY": "new dynamic cache", "DYNAMIC": "dynamic cache", "STATIC": "static cache"}[graph.cache]
-    return f"{graph.phase} with a {kind}, {graph.calls} calls"
+    return f"{graph.phase} with a {kind}, {calls} calls"
 
 
 def _by_reason(refused: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -198,7 +198,7 @@ class GraphRunner:
         past = [args[position] for position in self.plan.past]
         slab = REGISTRY.slab_at(past[0].data_ptr())
         sequence = None if slab is None else REGISTRY.sequence_of(slab)
-        if sequence is None or sequence.config != self.config or length >= sequence.length:
+        if slab is None or sequence is None or sequence.config != self.config or length >= sequence.length:
             return None, None
         if not slab.holds(past, length) or slab.foreign_uses() > len(past):
             return None, None

@@ -1,6 +1,5 @@
 """The quality bench: runs that branch off one prompt, its statistics, and a whole small run over SmolLM2."""
 
-
 import pytest
 import torch
 

@@ -5,6 +5,7 @@ Rewrite the expected texts with ``EXPECTTEST_ACCEPT=1 pytest``.
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
@@ -353,3 +354,19 @@ value [2, 4, 12, 16] = reshape(hidden_states_8, 2, 4, 12, 16)
 attn_output [2, 4, 1, 16] = scaled_dot_product_attention(q_embed, key, value,
     attn_mask=l_kwargs_attention_mask_full_attention_, dropout_p=0.0, scale=0.25, is_causal=False)""",
     )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_qwen2_and_mistral_look_like_llama(graphs, family, cache):
+    for mine, llamas in zip(graphs(family, cache), graphs("llama", cache), strict=True):
+        assert _anonymous(attention_text(mine)) == _anonymous(attention_text(llamas))
+
+
+def _anonymous(text: str) -> list[str]:
+    """Without what only names and orders inputs: numbers of nodes, the kind of a mask, which input comes first."""
+    text = re.sub(r"_\d+\b", "", text).replace("attention_mask_full_attention_", "attention_mask_")
+    inputs, rest = [], []
+    for line in text.splitlines():
+        (inputs if line.startswith("l_") else rest).append(line)
+    return sorted(inputs) + rest

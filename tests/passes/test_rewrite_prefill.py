@@ -86,7 +86,14 @@ submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, topk_prefill[1],
 def test_later_prefill_with_keys():
     assert_expected_inline(
         prefill_text("dynamic", LATER, "keys"),
-        """""",
+        """\
+prefill, dynamic cache; past K and V are not inputs, K and V are not outputs
+ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
+    [2]; ckv_ticket int64 [2]
+append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+prefill_attention(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25,
+    sink_logits=None) -> reshape
+submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), neighbor=None, weight=None, layer=L)""",
     )
 
 
@@ -119,7 +126,12 @@ submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, neighbor=None, w
 def test_static_prefill_with_attention():
     assert_expected_inline(
         prefill_text("static", FIRST, "attention"),
-        """""",
+        """\
+prefill, static cache; past K and V are not inputs, K and V are outputs
+ckv_length int32 [1]; ckv_first int32 [2]; ckv_ticket int64 [2]
+topk_prefill(query, key_cache, value_cache, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
+    kappa=8, sink_logits=None) -> [0] -> reshape, [1] -> submit_partition, [2] -> submit_partition
+submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
 
