@@ -39,15 +39,14 @@ class TimedStreamer(TextStreamer):
         self.ready = ready
 
     def put(self, value: torch.Tensor) -> None:
-        prompt = self.next_tokens_are_prompt
-        super().put(value)
-        if prompt:
+        if self.next_tokens_are_prompt:
             self.began = time.perf_counter()
-            return
-        self.times.append(time.perf_counter())
-        if len(self.times) == 1:
-            self.ready()
-            self.decoding = time.perf_counter()
+        else:
+            self.times.append(time.perf_counter())
+            if len(self.times) == 1:
+                self.ready()
+                self.decoding = time.perf_counter()
+        super().put(value)
 
     def prefill_seconds(self) -> float:
         return self.times[0] - self.began

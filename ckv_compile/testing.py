@@ -392,7 +392,10 @@ class RewrittenCache:
 
 
 def rewritten_text(graph: Rewritten, layer: int) -> str:
-    """What the rewritten attention of one layer reads, calls and hands on; the layer's number is written ``L``."""
+    """What the rewritten attention of one layer reads, calls and hands on, to an operator or to the model's own nodes.
+
+    The layer's number is written ``L``.
+    """
     nodes, plan, site = list(graph.gm.graph.nodes), graph.plan, graph.sites[layer]
     roles = {
         site.query: "query", site.key_new: "key_new", site.value_new: "value_new", site.position: "position",
@@ -416,7 +419,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
         parts = []
         for user in node.users:
             item = _op_name(user) == "getitem" and _is_ours(node)
-            parts.append(f"[{user.args[1]}]{readers(user)}" if item else _op_name(user))
+            parts.append(f"[{user.args[1]}]{readers(user)}" if item else _op_name(user) if _is_ours(user) else "model")
         return f" -> {', '.join(dict.fromkeys(parts))}" if parts else ""
 
     def of_this_layer(node: torch.fx.Node) -> bool:

@@ -1,5 +1,6 @@
-"""The quality bench: runs that branch off one prompt, its statistics, and a whole small run over SmolLM2."""
+"""The quality bench: runs that branch off one prompt, its cases, and its statistics."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,3 +47,56 @@ def test_a_branch_equals_decoding_right_after_the_prefill(interpreted, policy):
             assert sequence.length == PROMPT + 8
             attended, context = sequence.index.tally.sum(0).tolist()
             assert attended < context / 2
+
+
+@pytest.mark.parametrize("budget", quality.BUDGETS)
+def test_the_streaming_control_is_all_window(budget):
+    config = quality.config_of("streaming", budget)
+    assert config.num_sink_tokens + config.recent_window == budget - 1
+
+
+def test_a_copied_passage_repeats_a_cue_and_what_follows_it():
+    ids = list(range(2000))
+    prompts, cases = quality.cases_of({("frozen", "prose"): ids}, 1000, 64, ("copy",))
+    assert prompts.tolist() == [ids[:1000]]
+    assert [case.tokens[0].item() for case in cases] == [125, 375, 625, 875]
+    for case in cases:
+        assert case.tokens.tolist() == list(range(case.tokens[0], case.tokens[0] + 16 + 39))
+        assert len(case.tokens) - case.skip == 40
+
+
+def test_batches_hold_cases_of_one_length():
+    cases = [quality.Case("a", "frozen", 0, torch.zeros(n)) for n in (5, 9, 5, 5)]
+    assert [[len(case.tokens) for case in batch] for batch in quality.batches(cases, 2)] == [[9], [5, 5], [5]]
+
+
+def test_wilson_matches_the_published_example():
+    # Newcombe 1998, table I: 81 of 263.
+    assert quality.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+def test_the_bootstrap_covers_the_mean_at_its_nominal_rate():
+    rng = np.random.default_rng(1)
+    hits = sum(
+        low <= 1.0 <= high for low, high in (quality.bootstrap(rng.exponential(1, 200), 500) for _ in range(200))
+    )
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_claims_are_named_after_test_policy_and_budget():
+    row = {
+        "texts": "frozen",
+        "test": "copy",
+        "policy": "keys",
+        "budget": 512,
+        "agree": "1101",
+        "kl": [0.0, 0.1, 0.3, 0.0],
+    }
+    other = {**row, "policy": "random", "agree": "0001", "texts": "fresh"}
+    claims = quality.claims_of(quality.summary([row, row, other]))
+    assert claims == {
+        "smollm2_top1_keys_copy_b512": 0.75,
+        "smollm2_kl_keys_copy_b512": 0.1,
+        "smollm2_top1_random_copy_b512_fresh": 0.25,
+        "smollm2_kl_random_copy_b512_fresh": 0.1,
+    }
