@@ -1,9 +1,10 @@
 """SmolLM2-135M answers a question about a long document, twice: densely, and through communities of tokens.
 
-    python -m ckv_compile.demo [--device cuda] [--context 4096] [--tokens 64] [--budget 512]
+    python -m ckv_compile.demo [--device cuda] [--context 4352] [--tokens 64] [--budget 544]
 
-The document is the text that PyTorch ships about itself. "Dense" is the plain model, run eagerly; the other run is the
-same model under ``torch.compile(model, backend="communitykv")``, which retrieves 1/8 of the context for every token.
+The document is the description that the package transformers ships. "Dense" is the plain model, run eagerly; the other
+run is the same model under ``torch.compile(model, backend="communitykv")``, which retrieves 1/8 of the context for
+every token.
 On a CPU the operators are their plain PyTorch references: what is read shrinks, the time of a step does not.
 """
 
@@ -27,7 +28,7 @@ from ckv_compile.ops import submit_partition
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.smollm2 import load_smollm2
 
-QUESTION = "According to this text, what two high-level features does PyTorch provide?"
+QUESTION = "What is the Pipeline, and what does it support?"
 
 
 class TimedStreamer(TextStreamer):
@@ -81,11 +82,14 @@ def layers_counted(model, progress: Progress, task: TaskID) -> Iterator[None]:
 def submissions_counted(progress: Progress, task: TaskID) -> Iterator[None]:
     """Advance ``task`` with every layer whose keys a compiled prefill hands to the partition."""
 
+    previous = submit_partition.set_handler(None)
+
     def handler(*arguments) -> None:
-        previous(*arguments)
+        if previous is not None:
+            previous(*arguments)
         progress.advance(task)
 
-    previous = submit_partition.set_handler(handler)
+    submit_partition.set_handler(handler)
     try:
         yield
     finally:
@@ -119,7 +123,7 @@ def dense_choices(model, cache, length: int, tokens: torch.Tensor) -> torch.Tens
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--context", type=int, default=4608, help="tokens of document and question")
+    parser.add_argument("--context", type=int, default=4352, help="tokens of document and question")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the answer")
     parser.add_argument("--budget", type=int, help="tokens that a step may attend to: 1/8 of the context")
     parser.add_argument("--question", default=QUESTION)
@@ -134,12 +138,12 @@ def main(argv: list[str] | None = None) -> None:
     with console.status("loading SmolLM2-135M"):
         dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
         tokenizer, model = load_smollm2(args.device, dtype)
-    document = metadata("torch").get_payload() or metadata("torch")["Description"]
+    document = metadata("transformers")["Description"]
     inputs = question_about(document.strip(), tokenizer, args.context, args.question).to(args.device)
     length, layers = inputs.shape[1], model.config.num_hidden_layers
     budget = args.budget or length // 8
     columns = TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console.print(f"[bold]{length:,} tokens: the text that PyTorch ships about itself, and a question[/bold]")
+    console.print(f"[bold]{length:,} tokens: the description of the package transformers, and a question[/bold]")
     console.print(args.question)
 
     console.rule("dense: the plain model, eager")

@@ -71,9 +71,7 @@ def entries_of(model: torch.nn.Module) -> list[ModelEntry]:
 
 def rewritten_calls(model: torch.nn.Module) -> int:
     """How often graphs of this model that were rewritten have run."""
-    return sum(
-        calls for entry in entries_of(model) for graph, calls in list(entry.graphs.items()) if graph.names
-    )
+    return sum(calls for entry in entries_of(model) for graph, calls in list(entry.graphs.items()) if graph.names)
 
 
 # ---------------------------------------------------------------------- explain

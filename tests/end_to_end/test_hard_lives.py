@@ -171,7 +171,10 @@ def test_a_chat_continues_the_cache_that_generate_returned(interpreted, model, o
         ids, given, turns = tokens(30, 1), {}, []
         for turn in range(3):
             out = greedy(
-                module, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, return_dict_in_generate=True, **given
+                module,
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                return_dict_in_generate=True,
+                **given,
             )
             given = {"past_key_values": out["cache"] if "cache" in out else out["past_key_values"]}
             turns.append(out.sequences)

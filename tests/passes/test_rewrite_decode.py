@@ -68,7 +68,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_capacity int32 [3]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid float32
     [1]; ckv_start int32 [1]; ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1];
     ckv_log_community int32 [1]; ckv_log_first int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
-ckv_length.to(torch.int64) -> add
+ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_size, ckv_num_communities, ckv_capacity, ckv_scores, layer=L, num_graphs=2,
     num_kv_heads=2, scale=0.25, score='max', ckv_length)
@@ -77,7 +77,7 @@ retrieve(ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_commun
     num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2) -> [0] -> sparse_attention, [1] ->
     sparse_attention
 sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length,
-    ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> reshape
+    ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
 ckv_length.add_(1)""",
     )
 
@@ -93,7 +93,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     ckv_log_community int32 [1]; ckv_log_first int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1];
     ckv_label int32 [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32
     [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]
-ckv_length.to(torch.int64) -> add
+ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_size, ckv_num_communities, ckv_capacity, ckv_scores, layer=L, num_graphs=2,
     num_kv_heads=2, scale=0.25, score='max', ckv_length)
@@ -103,7 +103,7 @@ retrieve(ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_commun
     approximate_edges, [1] -> sparse_attention, approximate_edges
 sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length,
     ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> assign_token,
-    reshape
+    model
 approximate_edges(query, ckv_key_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length, ckv_first, layer=L,
     scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1] -> assign_token
 assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid, ckv_start,
@@ -129,7 +129,7 @@ retrieve(ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_commun
     num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2) -> [0] -> sparse_attention, [1] ->
     sparse_attention
 sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first,
-    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> reshape""",
+    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model""",
     )
 
 
@@ -150,7 +150,7 @@ retrieve(ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_commun
     num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2) -> [0] -> sparse_attention,
     approximate_edges, [1] -> sparse_attention, approximate_edges
 sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first,
-    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> assign_token, reshape
+    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> assign_token, model
 approximate_edges(query, key_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first, layer=L,
     scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1] -> assign_token
 assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid, ckv_start,

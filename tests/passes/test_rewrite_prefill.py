@@ -64,7 +64,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 prefill_attention(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> reshape
+    sink_logits=None) -> model
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)""",
     )
 
@@ -78,7 +78,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 topk_prefill(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> reshape, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
@@ -92,7 +92,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 prefill_attention(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> reshape
+    sink_logits=None) -> model
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), neighbor=None, weight=None, layer=L)""",
     )
 
@@ -106,7 +106,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 topk_prefill(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> reshape, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
@@ -118,7 +118,7 @@ def test_static_prefill_with_keys():
 prefill, static cache; past K and V are not inputs, K and V are outputs
 ckv_length int32 [1]; ckv_first int32 [2]; ckv_ticket int64 [2]
 prefill_attention(query, key_cache, value_cache, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> reshape
+    sink_logits=None) -> model
 submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)""",
     )
 
@@ -130,7 +130,7 @@ def test_static_prefill_with_attention():
 prefill, static cache; past K and V are not inputs, K and V are outputs
 ckv_length int32 [1]; ckv_first int32 [2]; ckv_ticket int64 [2]
 topk_prefill(query, key_cache, value_cache, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> reshape, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
