@@ -22,7 +22,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(PIP) install -q -c constraints.txt pytest pytest-timeout expecttest scipy
+	$(PIP) install -q -c constraints.txt pytest pytest-timeout pytest-xdist expecttest scipy
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/torch.stamp
@@ -33,7 +33,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python -m ckv_compile.demo --device $(DEVICE)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
 # mypy cannot see the package mapping in the root: it reads a build.
 check: $(VENV)/check.stamp $(VENV)/demo.stamp

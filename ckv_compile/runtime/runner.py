@@ -223,7 +223,8 @@ class GraphRunner:
             sequence.keys = keys.__getitem__
         sequence.length_host.fill_(length)
         try:
-            sequence.before_later_prefill()
+            if length:
+                sequence.before_later_prefill()
             results = self.compiled(
                 *(args[i] for i in plan.keep), sequence.length_host, sequence.first_host, sequence.ticket
             )

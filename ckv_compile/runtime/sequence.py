@@ -298,6 +298,8 @@ class Sequence:
         log_first = index.log_first.to("cpu").numpy()
         for layer, edges in enumerate(self.edges):
             have = edges.tokens
+            if have >= self.length:
+                continue
             base = int(log_first[layer].min())
             low, high = have - base, self.length - base
             if low < 0 or high > self.shape.log or base != int(log_first[layer].max()):

@@ -75,14 +75,11 @@ def sequence_of_length(length):
     "edit",
     [
         lambda kv: kv[:1],
-        lambda kv: kv[1:],
         lambda kv: kv[:, :, ::2],
-        lambda kv: kv[:, :, 4:],
         lambda kv: kv[:, :, :7],
-        lambda kv: kv.flip(0),
         lambda kv: kv[:1].expand(2, -1, -1, -1),
     ],
-    ids=["first row", "last row", "every other token", "first tokens cut off", "cropped", "rows swapped", "expanded"],
+    ids=["first row", "every other token", "cropped", "one row twice"],
 )
 def test_a_view_of_a_cache_is_what_it_shows(interpreted, model, edit):
     def story(module):
@@ -105,8 +102,7 @@ def _late_padding(mask):
     mask[0, :4] = 0
 
 
-@pytest.mark.parametrize("change", [_hole, _late_padding])
-@pytest.mark.parametrize("chunk", [1, 5], ids=["token", "chunk"])
+@pytest.mark.parametrize(("change", "chunk"), [(_hole, 1), (_late_padding, 1), (_late_padding, 5)])
 def test_every_step_reads_its_own_mask(interpreted, model, change, chunk):
     def story(module):
         cache, length = DynamicCache(config=model.config), 30
@@ -191,13 +187,12 @@ def test_a_chat_continues_the_cache_that_generate_returned(interpreted, model, o
 # ---------------------------------------------------------------------- interruptions
 
 
-@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("count", [1, 20], ids=["step", "later prompt"])
+@pytest.mark.parametrize(
+    ("cache_class", "when", "count"),
+    [(DynamicCache, "after", 1), (DynamicCache, "after", 20), (StaticCache, "before", 1)],  # static: written in place
+)
 def test_an_interrupted_call_never_happened(interpreted, model, monkeypatch, cache_class, when, count):
     """The graph of the call may have run or not; a cache that it did not return is as before."""
-    if cache_class is StaticCache and when == "after":
-        pytest.skip("a static cache is written in place: eager has moved on, too")
     hurt = []
     original = GraphRunner._outputs
 
@@ -295,11 +290,10 @@ def test_a_cache_that_outgrew_its_slab_is_indexed_after_the_slab_is_gone(interpr
     gc.collect()
     step(module, tokens(64, 3), cache)
     decode(module, cache, 1)
-    assert [marks[-1][0] >= 150 for marks in sequence_of_length(155).index.marks] == [True, True]
+    assert [marks[-1][0] >= 140 for marks in sequence_of_length(155).index.marks] == [True, True]  # 78 before
 
 
-@pytest.mark.parametrize("graph", ["attention", "mixed"])
-@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize(("graph", "cache_class"), [("attention", DynamicCache), ("mixed", StaticCache)])
 def test_later_turns_enter_the_attention_graph(interpreted, model, graph, cache_class):
     module = compiled(model, graph=graph, refresh_interval=16)
     cache = cache_class(config=model.config, **({"max_cache_len": 256} if cache_class is StaticCache else {}))
@@ -330,8 +324,6 @@ def test_with_the_attention_graph_a_padding_that_changes_is_dense_and_says_so(in
         {"append": "assign"},
         {"append": "assign", "graph_aggregation": "layer", "score": "softmax"},
         {"graph": "attention", "refresh_interval": 8},
-        {"graph": "mixed", "refresh_interval": 8},
-        {},
     ],
     ids=str,
 )
@@ -345,7 +337,7 @@ def test_tokens_assigned_and_then_partitioned_count_once_against_the_budget(inte
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"append": "assign"}, {"graph": "attention", "refresh_interval": 32}, {"graph": "mixed"}],
+    [{"append": "assign"}, {"graph": "attention", "refresh_interval": 32}],
     ids=str,
 )
 def test_a_crop_takes_back_what_decode_steps_assigned(interpreted, model, options):
@@ -386,8 +378,7 @@ def test_a_partition_that_was_overtaken_is_dropped(interpreted, model, monkeypat
     assert [marks[-1][0] for marks in sequence.index.marks] == [56, 56]
 
 
-@pytest.mark.parametrize("graph", ["attention", "mixed"])
-@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize(("graph", "interval"), [("attention", 1), ("mixed", 3)])
 def test_refreshing_all_the_time_beside_a_worker_is_exact(interpreted, model, graph, interval):
     module = compiled(model, graph=graph, refresh_interval=interval, workers=1)
     inputs = prompt(tokens=40)
@@ -399,9 +390,7 @@ def test_refreshing_all_the_time_beside_a_worker_is_exact(interpreted, model, gr
     [
         {"graph": "attention", "graph_aggregation": "head"},
         {"graph": "mixed", "graph_aggregation": "layer", "num_sink_tokens": 0, "recent_window": 1},
-        {"gamma": 1e6},
-        {"append": "assign", "max_community_size": 1},
-        {"kappa": 100, "deterministic": True},
+        {"append": "assign", "gamma": 1e6, "max_community_size": 1},
     ],
     ids=str,
 )
