@@ -158,6 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     with console.status("compiling the prefill and the decode step, once per model"):
         generate(compiled, inputs, 3)
     compile_seconds = time.perf_counter() - began
+    before = ckv_compile.explain(compiled, show=False)
 
     console.rule(f"through communities: at most {budget} of {length:,} tokens a step")
     with Progress(*columns, console=console) as progress:
@@ -175,25 +176,25 @@ def main(argv: list[str] | None = None) -> None:
     answer = ours.sequences[:, length:]
     equal = (answer[0, : dense.sequences.shape[1] - length] == dense.sequences[0, length:][: answer.shape[1]]).long()
     choices = dense_choices(model, dense.past_key_values, length, answer[:, :-1])
-    happened = ckv_compile.explain(compiled, show=False)
-    steps = happened.decode_steps * layers * model.config.num_key_value_heads
+    after = ckv_compile.explain(compiled, show=False)
+    steps = after.decode_steps - before.decode_steps
+    lists = steps * layers * model.config.num_key_value_heads  # token lists that were read
+    read = (after.tokens_attended - before.tokens_attended) / lists
+    context = (after.tokens_in_context - before.tokens_in_context) / lists
+    seconds = after.partition_seconds - before.partition_seconds
 
     table = Table("", "dense", "communities", title=f"{args.device}, {torch.get_num_threads()} threads")
     table.add_row("prefill", f"{dense_stream.prefill_seconds():.1f} s", f"{our_stream.prefill_seconds():.1f} s")
     table.add_row("compilation", "", f"{compile_seconds - our_stream.prefill_seconds():.1f} s, once")
     table.add_row("decode", *(f"{stream.tokens_per_second():.1f} tokens/s" for stream in (dense_stream, our_stream)))
-    table.add_row(
-        "tokens read per step", f"{happened.tokens_in_context / steps:,.0f}", f"{happened.tokens_attended / steps:,.0f}"
-    )
+    table.add_row("tokens read per step", f"{context:,.0f}", f"{read:,.0f}")
     table.add_row("equal to dense before the first difference", "", f"{int(equal.cumprod(0).sum())} of {len(equal)}")
     table.add_row("dense would have said the same", "", f"{int((choices == answer[0, 1:]).sum())} of {len(choices)}")
-    table.add_row("sparse steps", "", f"{happened.sparse_steps} of {happened.decode_steps}")
-    table.add_row(
-        "communities",
-        "",
-        f"{happened.communities:,}, mean size {happened.mean_community_size:.1f}, largest {happened.largest_community}",
-    )
-    table.add_row("partition", "", f"{happened.partition_seconds:.1f} CPU s for two prompts, beside the model")
+    table.add_row("sparse steps", "", f"{after.sparse_steps - before.sparse_steps} of {steps}")
+    found = after.communities - before.communities
+    sizes = f"mean size {after.mean_community_size:.1f}, largest {after.largest_community}"
+    table.add_row("communities", "", f"{found:,} in {lists // max(1, steps)} graphs, {sizes}")
+    table.add_row("partition", "", f"{seconds:.1f} CPU seconds, beside the model")
     console.print(table)
 
 

@@ -97,7 +97,10 @@ class GraphRunner:
     def _later_prefill(self, args, statistics):
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
-        first = self._padding(args, batch, args[plan.past[0]].shape[2] + new)
+        length = self._past_length(args)
+        if length is None:
+            return self._run_dense(args, statistics, "the layers hold different numbers of cached tokens")
+        first = self._padding(args, batch, length + new)
         if first is None:
             return self._run_dense(args, statistics, "the padding mask is not left padding")
         sequence, slab = self._locate(args, batch, new, first, statistics)
@@ -130,7 +133,10 @@ class GraphRunner:
     def _decode(self, args, statistics):
         plan = self.plan
         batch = plan.batch(args)
-        first = self._padding(args, batch, args[plan.past[0]].shape[2] + 1)
+        length = self._past_length(args)
+        if length is None:
+            return self._run_dense(args, statistics, "the layers hold different numbers of cached tokens")
+        first = self._padding(args, batch, length + 1)
         if first is None:
             return self._run_dense(args, statistics, "the padding mask is not left padding")
         sequence, slab = self._locate(args, batch, 1, first, statistics)
@@ -154,6 +160,11 @@ class GraphRunner:
             raise
         finally:
             slab.reserved = False
+
+    def _past_length(self, args) -> int | None:
+        """Cached tokens before this call; None if the layers differ, which a graph without lengths cannot express."""
+        lengths = {args[position].shape[2] for position in self.plan.past}
+        return lengths.pop() if len(lengths) == 1 else None
 
     def _known(self, args):
         """The sequence whose slab holds exactly the past K and V of this call at its present length."""

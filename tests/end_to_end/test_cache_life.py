@@ -150,6 +150,23 @@ def test_with_the_attention_graph_an_unseen_prompt_is_dense_and_says_so(interpre
     assert any("never saw the queries" in reason for reason in explanation.dense_steps)
 
 
+@pytest.mark.parametrize("kept", [1, 5])
+def test_layers_that_hold_different_numbers_of_tokens_are_dense(interpreted, model, kept):
+    def story(module):
+        cache = DynamicCache(config=model.config)
+        step(model, tokens(9, 1), cache)
+        layer = cache.layers[1]
+        layer.keys, layer.values = layer.keys[:, :, -kept:].clone(), layer.values[:, :, -kept:].clone()
+        return [step(module, tokens(1, 2), cache)]
+
+    module = compiled(model)
+    assert_same_story(model, module, story)
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == 0
+    # Refused at compile time where the lengths are known then, else at the call.
+    assert explanation.refused or any("different numbers" in reason for reason in explanation.dense_steps)
+
+
 def test_beams_follow_the_reordered_cache(interpreted, model):
     inputs = prompt(tokens=20)
     expected = model.generate(**inputs, max_new_tokens=12, num_beams=3, do_sample=False)

@@ -60,7 +60,7 @@ def assert_same_story(model, module, story):
 
 def living_sequences():
     gc.collect()
-    return sum(isinstance(thing, sequences.Sequence) for thing in gc.get_objects())
+    return sum(type(thing) is sequences.Sequence for thing in gc.get_objects())
 
 
 def sequence_of_length(length):
@@ -413,7 +413,7 @@ def test_models_of_other_options_in_turn_leave_no_index_behind(interpreted, mode
         for module in modules:
             greedy(module, prompt(tokens=30), 3)
         counts.append(living_sequences())
-    assert counts[0] == counts[2]
+    assert counts[2] <= counts[0]
 
 
 def test_a_static_cache_prefilled_by_somebody_else_again_and_again_has_one_index(interpreted, model):
