@@ -409,11 +409,12 @@ def test_rows_that_are_almost_all_padding_are_exact(interpreted, model, options)
 def test_models_of_other_options_in_turn_leave_no_index_behind(interpreted, model):
     modules = [compiled(model, budget=budget) for budget in (4096, 2048)]
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         for module in modules:
             greedy(module, prompt(tokens=30), 3)
         counts.append(living_sequences())
-    assert counts[2] <= counts[0]
+    # Garbage of a first compilation may keep a cache alive for a while, one for each model at most.
+    assert counts[-1] <= len(modules)
 
 
 def test_a_static_cache_prefilled_by_somebody_else_again_and_again_has_one_index(interpreted, model):
