@@ -64,7 +64,7 @@ class RewritePlan:
     static_keys: list[int] = dataclasses.field(default_factory=list)
     static_in_outputs: bool = False
     static_length: int | None = None  # input that holds the number of cached tokens
-    static_capacity: int | None = None
+    static_capacity: Callable[[list], int] | None = None
     batch: Callable[[list], int] = lambda args: 1
     num_new: Callable[[list], int] = lambda args: 1
     symbolic: list[str] = dataclasses.field(default_factory=list)
@@ -133,15 +133,18 @@ def size_reader(size: int | torch.SymInt, inputs: list[fx.Node]) -> Callable[[li
     return None
 
 
-def static_sizes(graph: fx.Graph, sites: list[AttentionSite], inputs: list[fx.Node]) -> tuple[int, int]:
-    """(index of the input that counts the cached tokens of layer 0, capacity) of a static cache.
+def static_sizes(
+    graph: fx.Graph, sites: list[AttentionSite], inputs: list[fx.Node]
+) -> tuple[int, Callable[[list], int]]:
+    """(index of the input that counts the cached tokens of layer 0, reader of the capacity) of a static cache.
 
     Raises ValueError unless that counter is, for every layer, the position of the first new token.
     """
     expressions = IndexExpressions(graph)
     capacity = sites[0].key_cache.meta["example_value"].shape[2]
-    if not isinstance(capacity, int):
-        raise ValueError("the capacity of the static cache is not known at compile time")
+    read = size_reader(capacity, inputs)
+    if read is None:
+        raise ValueError("no input of the graph shows the capacity of the static cache")
     try:
         starts = {expressions.of(site.position).at((sympy.S.Zero,)): site for site in sites}
     except NotAnExpression as error:
@@ -154,4 +157,4 @@ def static_sizes(graph: fx.Graph, sites: list[AttentionSite], inputs: list[fx.No
     counter = expressions.loads.get(start.tensor_name) if isinstance(start, Load) else None
     if counter is None or counter not in inputs or any(size != 1 for size in shape_of(counter)):
         raise ValueError(f"the position in the static cache is {start}, not the value of one counter")
-    return inputs.index(counter), capacity
+    return inputs.index(counter), read

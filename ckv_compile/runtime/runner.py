@@ -226,7 +226,7 @@ class GraphRunner:
         if first is None:
             return self._run_dense(args, statistics, "the mask is not causal with left padding")
         if plan.static_in_outputs:
-            sequence = self._new_static(batch, plan.static_capacity)
+            sequence = self._new_static(batch, plan.static_capacity(args))
             self._begin(sequence, statistics, first)
         else:
             keys = [args[i] for i in plan.static_keys]

@@ -288,3 +288,13 @@ def test_deterministic_generations_repeat(interpreted):
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
     assert ckv_compile.explain(module, show=False).sparse_steps == 3 * 39
+
+
+def test_static_caches_of_several_capacities_are_all_sparse(interpreted):
+    model = tiny_model("llama")
+    module = compiled(model)
+    for tokens in (20, 33, 40):
+        inputs = prompt(tokens=tokens, padded=True)
+        expected = greedy(model, inputs, 4, cache_implementation="static")
+        assert torch.equal(greedy(module, inputs, 4, cache_implementation="static"), expected)
+    assert_every_step_was_sparse(module, 9)

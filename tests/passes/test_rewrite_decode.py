@@ -223,7 +223,7 @@ def test_a_static_cache_keeps_its_inputs_its_writes_and_its_outputs():
     result = rewritten(captured, CommunityConfig(**EXACT))
     plan, inputs = result.plan, graph_edit.placeholders(captured.gm.graph)
     assert plan.kept_outputs == list(range(plan.num_outputs))
-    assert (plan.past, plan.kv_outputs, plan.static_in_outputs, plan.static_capacity) == ([], [], False, 48)
+    assert (plan.past, plan.kv_outputs, plan.static_in_outputs, plan.static_capacity([])) == ([], [], False, 48)
     assert [inputs[i].name[-len("0_keys") :] for i in plan.static_keys] == ["0_keys", "1_keys"]
     assert inputs[plan.static_length].name.endswith("layers_0_cumulative_length")
     assert inputs[plan.padding].meta["example_value"].shape == (2, 41)

@@ -216,7 +216,7 @@ def test_a_static_cache_keeps_its_outputs_and_its_writes(turn):
     result = rewritten(captured, CommunityConfig(**OPTIONS))
     plan = result.plan
     assert plan.kept_outputs == list(range(plan.num_outputs))
-    assert (plan.past, plan.kv_outputs, plan.static_capacity) == ([], [], 48)
+    assert (plan.past, plan.kv_outputs, plan.static_capacity([])) == ([], [], 48)
     assert plan.static_in_outputs is (turn == FIRST)
     assert sum(node.target == "index_copy_" for node in result.gm.graph.nodes) == 4
     where = (
