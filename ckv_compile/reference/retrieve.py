@@ -34,7 +34,8 @@ def retrieve(
 ) -> tuple[Tensor, Tensor]:
     """List the tokens that the query at position ``length`` attends to besides sinks and tail (see ``attended``).
 
-    room = budget - sinks - tail tokens. In order of score (ties by id, NaN last), the longest run of communities
+    room = budget - sinks - tail tokens, or everything where the budget is the whole context.
+    In order of score (ties by id, NaN last), the longest run of communities
     whose total size is at most room is taken whole. If even the best does not fit, its newest room tokens are.
     Tokens that are sinks or in the tail count as members but are not listed; with room <= 0 nothing is.
     scores: flat float32 [B, G, C]; -inf excludes a community, and so does a size of 0.
@@ -54,7 +55,8 @@ def retrieve(
     spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window)
     mandatory = [span.sink_end - span.first + span.stop - span.tail_start for span in spans]
     rooms = [
-        budget - fixed if span.tail_start > span.sink_end else 0 for fixed, span in zip(mandatory, spans, strict=True)
+        _room(budget, fixed, span.stop - span.first) if span.tail_start > span.sink_end else 0
+        for fixed, span in zip(mandatory, spans, strict=True)
     ]
     number = layer_state(num_communities, layer, shape[:2], "num_communities")
     used = min(int(number.amax()), max_communities) if number.numel() else 0
@@ -110,6 +112,11 @@ def retrieve(
     attended = sum(mandatory) * num_graphs + int(count.sum())
     layer_state(tally, layer, (2,), "tally").add_(torch.tensor([attended, context], device=tally.device))
     return tokens, count
+
+
+def _room(budget: int, mandatory: int, context: int) -> int:
+    """Tokens that may be retrieved. A budget of the whole context takes everything, whatever sizes count twice."""
+    return context if budget >= context else budget - mandatory
 
 
 def _longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:

@@ -298,3 +298,13 @@ def test_static_caches_of_several_capacities_are_all_sparse(interpreted):
         expected = greedy(model, inputs, 4, cache_implementation="static")
         assert torch.equal(greedy(module, inputs, 4, cache_implementation="static"), expected)
     assert_every_step_was_sparse(module, 9)
+
+
+@pytest.mark.parametrize("graph", ["keys", "attention"])
+def test_a_budget_of_exactly_the_context_loses_nothing(interpreted, graph):
+    model = tiny_model("llama")
+    inputs = prompt(tokens=150)
+    module = compiled(model, budget=170, graph=graph)
+    assert torch.equal(greedy(module, inputs, 20), greedy(model, inputs, 20))
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.tokens_attended == explanation.tokens_in_context

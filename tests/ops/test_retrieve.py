@@ -24,7 +24,8 @@ def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, windo
     at = (layer, row, graph)
     covered = int(index.n_indexed[layer, row])
     sink_list, _, tail = attended_positions([], covered, length, first[row], sinks, window)
-    room = budget - len(sink_list) - len(tail)
+    context = length + 1 - first[row]
+    room = context if budget >= context else budget - len(sink_list) - len(tail)
     scores, sizes = index.scores[row, graph].tolist(), index.size[at].tolist()
     ids = [c for c in range(int(index.num_communities[at])) if scores[c] > -torch.inf and sizes[c] > 0]
     ids.sort(key=lambda c: (-scores[c], c))
