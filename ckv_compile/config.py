@@ -20,6 +20,14 @@ Append = Literal["attend", "assign"]
 GAMMA_NUMERATOR = 100.0
 
 
+SPARE_COMMUNITIES = 8
+
+
+def community_room(num_positions: int, mean_size: int) -> int:
+    """Communities that an index keeps room for, for so many positions: twice the expected number and a few."""
+    return 2 * num_positions // mean_size + SPARE_COMMUNITIES
+
+
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"options[{name!r}] must be one of {', '.join(map(repr, allowed))}, got {value!r}")

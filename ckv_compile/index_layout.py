@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from ckv_compile.config import CommunityConfig
+from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
@@ -50,11 +50,6 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
     return {name: kind or dtype for name, kind in kinds.items()}
 
 
-def most_communities(nodes: int, config: CommunityConfig) -> int:
-    """Room, in communities, that a partition of ``nodes`` tokens may fill: mean size half of the target at least."""
-    return 2 * nodes // config.mean_size + 8
-
-
 @dataclasses.dataclass(frozen=True)
 class IndexShape:
     """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log."""
@@ -80,7 +75,7 @@ class IndexShape:
             graphs=graphs,
             lists=graphs if config.graph == "keys" else geometry.num_query_heads,
             centroid_dim=geometry.centroid_dim(config.graph_aggregation),
-            communities=most_communities(tokens, config) + 8 * blocks + log,
+            communities=community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log,
             tokens=tokens,
             log=log,
             kappa=config.kappa,

@@ -12,9 +12,7 @@ from ckv_compile.community.engines import partition_graph
 from ckv_compile.community.graph import TokenGraph, attention_graph, key_graphs_csr, mixed_graph
 from ckv_compile.community.leiden import leiden_batch, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
-from ckv_compile.config import CommunityConfig
-
-SPARE_COMMUNITIES = 8
+from ckv_compile.config import CommunityConfig, community_room
 
 
 @dataclasses.dataclass
@@ -41,11 +39,6 @@ class Partition:
     @property
     def num_communities(self) -> int:
         return len(self.size)
-
-
-def community_room(num_positions: int, mean_size: int) -> int:
-    """Communities that an index keeps room for, for so many positions: twice the expected number and a few."""
-    return 2 * num_positions // mean_size + SPARE_COMMUNITIES
 
 
 @njit(nogil=True, cache=True)
