@@ -53,9 +53,13 @@ def device_name(device: str = "cpu") -> str:
 
 
 def write_results(
-    bench: str, rows: list[dict], claims: dict[str, float], *, device: str = "cpu", label: str = "", **more: Any
-) -> Path:
-    """Write ``bench-label-date.json`` and return its path. ``more`` are further entries of the file, such as units."""
+    bench: str, rows: list[dict], claims: dict[str, float], *, device: str = "cpu", label: str = "",
+    folder: Path | None = None, **more: Any,
+) -> Path:  # fmt: skip
+    """Write ``bench-label-date.json`` and return its path. ``more`` are further entries of the file, such as units.
+
+    folder: ``bench/results`` if it is not given.
+    """
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "bench": bench,
@@ -68,10 +72,11 @@ def write_results(
         "claims": claims,
         "rows": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
     stem = "-".join(filter(None, (bench, label, f"{now:%Y%m%d-%H%M%S}")))
     for number in itertools.count(1):
-        path = RESULTS / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
         try:
             with path.open("x") as file:  # never over a run that ended in the same second
                 file.write(json.dumps(result, indent=1) + "\n")
