@@ -99,7 +99,7 @@ class DecodeAttention:
         for name, node in zip(self.plan.state, self._state_nodes(), strict=True):
             by_name[node.name] = cache.state[name]
         if self.sink_logits is not None:
-            by_name["sink_logits"] = self.sink_logits
+            by_name["ckv_sink_logits"] = self.sink_logits
         by_name |= given or {}
         return [by_name[node.name] for node in graph_edit.placeholders(stage.gm.graph)]
 
@@ -144,12 +144,10 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def _give_sink_logits(gm: fx.GraphModule, sink_logits: Tensor) -> None:
-    """All layers take their learned logits from one more input, ``sink_logits``."""
-    last = graph_edit.placeholders(gm.graph)[-1]
-    with gm.graph.inserting_after(last):
-        node = gm.graph.placeholder("sink_logits")
+    """All layers take their learned logits from one more input."""
     with graph_edit.fake_mode_of(gm.graph):
-        node.meta["example_value"] = torch.empty(len(sink_logits), dtype=sink_logits.dtype, device=sink_logits.device)
+        fake = torch.empty(len(sink_logits), dtype=sink_logits.dtype, device=sink_logits.device)
+    node = graph_edit.add_state_inputs(gm.graph, {"sink_logits": fake})["sink_logits"]
     for call in gm.graph.nodes:
         if is_op(call, "sparse_attention"):
             call.update_arg(_position(call, "sink_logits"), node)
