@@ -14,12 +14,15 @@ from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_roo
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
+PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
 INDEX_STATE: dict[str, torch.dtype | None] = {
     "n_indexed": torch.int32,
     "num_communities": torch.int32,
-    "centroid": None,
+    "centroid": torch.int8,
+    "centroid_scale": torch.float32,
+    "channel_scale": torch.float32,
     "start": torch.int32,
     "stored": torch.int32,
     "size": torch.int32,
@@ -31,6 +34,7 @@ INDEX_STATE: dict[str, torch.dtype | None] = {
 }
 # further state of graphs that assign new tokens to communities (eq. 6-7)
 ASSIGN_STATE: dict[str, torch.dtype | None] = {
+    "centroid_mean": None,
     "label": torch.int32,
     "community_weight": torch.float32,
     "total_weight": torch.float32,
@@ -43,6 +47,13 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
 def assigns_tokens(config: CommunityConfig) -> bool:
     """Whether decode steps assign the new token to a community instead of attending it until it is indexed."""
     return config.policy == "communities" and (config.graph != "keys" or config.append == "assign")
+
+
+def shortlist_slots(config: CommunityConfig) -> int:
+    """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 16 to 64 a program."""
+    wanted = -(-config.budget // (config.mean_size * PROGRAMS))
+    quota = 1 << (4 * wanted - 1 if wanted <= 8 else 2 * wanted - 1).bit_length()
+    return PROGRAMS * max(16, min(64, quota))
 
 
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -91,6 +102,9 @@ class IndexShape:
             "total_weight": per_graph,
             "gamma": per_graph,
             "centroid": (*per_graph, self.communities, self.centroid_dim),
+            "centroid_mean": (*per_graph, self.communities, self.centroid_dim),
+            "centroid_scale": (*per_graph, self.communities),
+            "channel_scale": (*per_graph, self.centroid_dim),
             "start": (*per_graph, self.communities),
             "stored": (*per_graph, self.communities),
             "size": (*per_graph, self.communities),

@@ -58,6 +58,9 @@ class IndexState:
     log_first: Tensor
     num_communities: Tensor
     centroid: Tensor
+    centroid_scale: Tensor
+    channel_scale: Tensor
+    centroid_mean: Tensor
     start: Tensor
     stored: Tensor
     size: Tensor
@@ -101,7 +104,7 @@ def random_index(
 ) -> IndexState:
     """Every token from first + num_sink_tokens to n_indexed in a random community, the last ``log_entries`` in the log.
 
-    Member lists are unsorted, communities lie apart in ``member`` in a random order, some may be empty, and whatever
+    Communities lie apart in ``member`` in a random order, some may be empty, and whatever
     is not in use holds garbage or NaN.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +119,10 @@ def random_index(
         n_indexed=torch.tensor([n_indexed] * layers, dtype=torch.int32),
         log_first=torch.zeros(layers, batch, dtype=torch.int32),
         num_communities=torch.full(shape, num_communities, dtype=torch.int32),
-        centroid=garbage(*shape, room, dim, dtype=dtype),
+        centroid=torch.full((*shape, room, dim), 111, dtype=torch.int8),
+        centroid_scale=garbage(*shape, room, dtype=torch.float32),
+        channel_scale=torch.rand(*shape, dim, generator=generator) + 0.5,
+        centroid_mean=garbage(*shape, room, dim, dtype=dtype),
         start=garbage(*shape, room),
         stored=garbage(*shape, room),
         size=garbage(*shape, room),
@@ -147,7 +153,6 @@ def random_index(
                 for community in torch.randperm(num_communities, generator=generator).tolist():
                     own = (label == community).nonzero().flatten() + begin
                     stored = own[own < boundary]
-                    stored = stored[torch.randperm(len(stored), generator=generator)]
                     state.start[at][community] = offset
                     state.stored[at][community] = len(stored)
                     state.size[at][community] = len(own)
@@ -156,7 +161,10 @@ def random_index(
                 weight = torch.rand(num_communities, generator=generator) * 4
                 state.community_weight[at][:num_communities] = weight
                 state.total_weight[at] = weight.sum()
-                state.centroid[at][:num_communities] = torch.randn(num_communities, dim, generator=generator).to(dtype)
+                mean = torch.randn(num_communities, dim, generator=generator).to(dtype)
+                state.centroid_mean[at][:num_communities] = mean
+                code, scale = torch.ops.ckv.encode_centroids(mean, state.channel_scale[at])
+                state.centroid[at][:num_communities], state.centroid_scale[at][:num_communities] = code, scale
     return state
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, state_dtypes
+from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, shortlist_slots, state_dtypes
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.index_expressions import shape_of
 from ckv_compile.passes.match_attention import AttentionSite, Cache
@@ -131,14 +131,17 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
             batch = size
         routed = call(
             ckv.route.default,
-            (site.query, *(state[n] for n in ("centroid", "size", "num_communities", "capacity", "scores")),
-             layer, graphs, groups, site.scale, score, length),
+            (site.query, *(state[n] for n in ("centroid", "centroid_scale", "channel_scale", "size", "num_communities", "capacity",
+                                              "scores")),
+             layer, graphs, groups, site.scale, score, length, shortlist_slots(config)),
         )  # fmt: skip
+        shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
         retrieved = call(
             ckv.retrieve.default,
-            (*(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
+            (shortlist, left_out, *(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
                                   "num_communities", "n_indexed", "capacity")),
-             length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window),
+             length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window,
+             assigns_tokens(config)),
         )  # fmt: skip
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
         attended = (tokens, count, state["n_indexed"], length, state["first"])
@@ -146,7 +149,7 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
             ckv.sparse_attention.default,
             (site.query, key, value, *attended, site.sink_logits, layer, site.scale, sinks, window),
         )
-        new += [routed, retrieved, tokens, count, out]
+        new += [routed, shortlist, left_out, retrieved, tokens, count, out]
         if assigns_tokens(config):
             new += _assign(call, site, layer, key, attended, out, graphs, state, length, config)
     graph_edit.set_example_values(graph, new)
@@ -164,7 +167,7 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
             ckv.approximate_edges.default, (site.query, key, *attended, layer, site.scale, sinks, window, kappa)
         )
     neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
-    names = ("centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
+    names = ("centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
              "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma", "capacity")  # fmt: skip
     assigned = call(
         ckv.assign_token.default,

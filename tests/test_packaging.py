@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"ckv_compile.passes": ROOT / "passes"}
+FOLDERS = {"ckv_compile.passes": ROOT / "passes", "ckv_compile.templates": ROOT / "templates"}
 # Who may import whom, by part; a part may always import itself.
 MAY_IMPORT = {
-    "backend": {"passes", "runtime", "config", "report", "generate", "errors"},
+    "backend": {"lowering", "passes", "runtime", "config", "report", "generate", "errors"},
     "passes": {"ops", "config", "index_layout"},
-    "ops": {"reference"},
+    "lowering": {"ops", "templates", "config", "index_layout"},
+    "ops": {"reference", "index_layout"},
     "reference": set(),
+    "templates": set(),
     "runtime": {"ops", "community", "config", "errors", "index_layout"},
     "community": {"config", "errors"},
     "config": set(),
@@ -53,7 +55,7 @@ def test_importing_the_package_is_light():
     assert min(float(run.stdout) for run in runs) < 0.3
 
 
-@pytest.mark.parametrize("folder", ["passes"])
+@pytest.mark.parametrize("folder", ["passes", "templates"])
 def test_a_folder_refuses_to_be_imported_under_its_bare_name(folder):
     run = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode != 0
@@ -79,7 +81,9 @@ def test_the_wheel_holds_every_source_and_nothing_else(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckv_compile").rglob("*.py")}
-    expected |= {f"ckv_compile/passes/{path.name}" for path in (ROOT / "passes").glob("*.py")}
+    for folder in ("passes", "templates"):
+        expected |= {f"ckv_compile/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+    expected |= {f"ckv_compile/templates/{path.name}" for path in (ROOT / "templates").glob("*.jinja")}
     assert held == expected | {"ckv_compile/py.typed"}
 
 
@@ -105,7 +109,8 @@ def _imports(path: Path) -> set[str]:
 def test_parts_import_only_what_they_may():
     wrong = []
     files = [(path, path.relative_to(ROOT / "ckv_compile")) for path in (ROOT / "ckv_compile").rglob("*.py")]
-    files += [(path, Path("passes") / path.name) for path in (ROOT / "passes").glob("*.py")]
+    for folder in ("passes", "templates"):
+        files += [(path, Path(folder) / path.name) for path in (ROOT / folder).glob("*.py")]
     for path, place in files:
         own = place.parts[0].removesuffix(".py")
         for part in _imports(path) - {own}:

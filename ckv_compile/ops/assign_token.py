@@ -64,6 +64,9 @@ def _assign_token(
     attended: Tensor,
     key_new: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -89,7 +92,7 @@ def _assign_token(
 
     _check(neighbor, weight, key_new, length, first, num_graphs, num_sink_tokens, lam)
     assign_token(
-        neighbor, weight, key_new, centroid, start, stored, size, num_communities, n_indexed, log_community, log_first,
+        neighbor, weight, key_new, centroid, centroid_scale, channel_scale, centroid_mean, start, stored, size, num_communities, n_indexed, log_community, log_first,
         label, community_weight, total_weight, edge_neighbor, edge_weight, gamma, capacity, length, first, layer,
         num_graphs, num_sink_tokens, lam,
     )  # fmt: skip
@@ -101,6 +104,9 @@ def _assign_token_fake(
     attended: Tensor,
     key_new: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -127,6 +133,7 @@ def _assign_token_fake(
 
 register_op(
     "assign_token(Tensor neighbor, Tensor weight, Tensor attended, Tensor key_new, Tensor(a!) centroid, "
+    "Tensor(m!) centroid_scale, Tensor channel_scale, Tensor(n!) centroid_mean, "
     "Tensor(b!) start, Tensor(c!) stored, Tensor(d!) size, Tensor(e!) num_communities, Tensor(f!) n_indexed, "
     "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
     "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "

@@ -28,6 +28,8 @@ def _check(
 
 
 def _retrieve(
+    shortlist: Tensor,
+    left_out: Tensor,
     scores: Tensor,
     start: Tensor,
     stored: Tensor,
@@ -47,17 +49,20 @@ def _retrieve(
     budget: int,
     num_sink_tokens: int,
     recent_window: int,
+    has_log: bool,
 ) -> tuple[Tensor, Tensor]:
     from ckv_compile.reference.retrieve import retrieve
 
     _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
     return retrieve(
-        scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
-        first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window,
+        shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
+        first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window, has_log,
     )  # fmt: skip
 
 
 def _retrieve_fake(
+    shortlist: Tensor,
+    left_out: Tensor,
     scores: Tensor,
     start: Tensor,
     stored: Tensor,
@@ -77,6 +82,7 @@ def _retrieve_fake(
     budget: int,
     num_sink_tokens: int,
     recent_window: int,
+    has_log: bool,
 ) -> tuple[Tensor, Tensor]:
     _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
     return (
@@ -86,10 +92,10 @@ def _retrieve_fake(
 
 
 register_op(
-    "retrieve(Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
+    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
     "Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
-    "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window) "
-    "-> (Tensor, Tensor)",
+    "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
+    "bool has_log) -> (Tensor, Tensor)",
     _retrieve,
     _retrieve_fake,
 )

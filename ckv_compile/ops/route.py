@@ -1,15 +1,23 @@
-"""``ckv::route``: score every community for every row and graph of a decode step."""
+"""``ckv::route``: score every community for every row and graph of a decode step, and shortlist the best.
+
+The shortlist is what spares ``retrieve`` from looking at every score. ``PROGRAMS`` parts of the communities each list
+their best; how many is for the implementation to decide, and the largest key that a part left out says so.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.ops.library import register_op, require, require_graphs, require_length
 
 SCORES = ("max", "softmax", "recency", "random")
 
 
-def _check(query: Tensor, num_graphs: int, num_kv_heads: int, score: str, length: Tensor) -> None:
+def _check(
+    query: Tensor, centroid: Tensor, num_graphs: int, num_kv_heads: int, score: str, length: Tensor, slots: int
+) -> None:
     require(query.dim() == 4 and query.shape[2] == 1, "query", "be [batch, heads, 1, head_dim]", tuple(query.shape))
     require(
         num_kv_heads > 0 and query.shape[1] % num_kv_heads == 0,
@@ -19,12 +27,24 @@ def _check(query: Tensor, num_graphs: int, num_kv_heads: int, score: str, length
     )
     require_graphs(num_graphs, query.shape[1], num_kv_heads)
     require(score in SCORES, "score", f"be one of {', '.join(map(repr, SCORES))}", repr(score))
+    require(centroid.dtype == torch.int8, "centroid", "be int8", centroid.dtype)
     require_length(length)
+    require(slots >= PROGRAMS and slots & (slots - 1) == 0, "slots", f"be a power of 2 from {PROGRAMS} on", slots)
+
+
+def _shortlist(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tensor]:
+    batch = query.shape[0]
+    return (
+        query.new_empty((batch, num_graphs, 3, slots), dtype=torch.int32),
+        query.new_empty((batch, num_graphs, PROGRAMS), dtype=torch.int32),
+    )
 
 
 def _route(
     query: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
     size: Tensor,
     num_communities: Tensor,
     capacity: Tensor,
@@ -35,18 +55,24 @@ def _route(
     scale: float,
     score: str,
     length: Tensor,
-) -> None:
+    slots: int,
+) -> tuple[Tensor, Tensor]:
     from ckv_compile.reference.route import route
 
-    _check(query, num_graphs, num_kv_heads, score, length)
+    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots)
     route(
-        query, centroid, size, num_communities, capacity, scores, layer, num_graphs, num_kv_heads, scale, score, length
-    )
+        query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
+        num_kv_heads, scale, score, length,
+    )  # fmt: skip
+    shortlist, left_out = _shortlist(query, num_graphs, slots)
+    return shortlist.zero_(), left_out.fill_(torch.iinfo(torch.int32).max)  # nothing is listed
 
 
 def _route_fake(
     query: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
     size: Tensor,
     num_communities: Tensor,
     capacity: Tensor,
@@ -57,13 +83,16 @@ def _route_fake(
     scale: float,
     score: str,
     length: Tensor,
-) -> None:
-    _check(query, num_graphs, num_kv_heads, score, length)
+    slots: int,
+) -> tuple[Tensor, Tensor]:
+    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots)
+    return _shortlist(query, num_graphs, slots)
 
 
 register_op(
-    "route(Tensor query, Tensor centroid, Tensor size, Tensor num_communities, Tensor capacity, Tensor(a!) scores, "
-    "int layer, int num_graphs, int num_kv_heads, float scale, str score, Tensor length) -> ()",
+    "route(Tensor query, Tensor centroid, Tensor centroid_scale, Tensor channel_scale, Tensor size, "
+    "Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, int num_graphs, int num_kv_heads, "
+    "float scale, str score, Tensor length, int slots) -> (Tensor, Tensor)",
     _route,
     _route_fake,
 )

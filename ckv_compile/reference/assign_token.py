@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ckv_compile.reference.encode_centroids import encode_centroids
 from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
 
 
@@ -25,6 +26,9 @@ def assign_token(
     weight: Tensor,
     key_new: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -51,8 +55,9 @@ def assign_token(
     neighbor int32, weight float32: [B, H, kappa] lists of ``approximate_edges`` (H = Hq) or ``key_edges`` (H = G);
     graph g adds up the edges of its H // G lists. A list is a set: negative, repeated and unlabelled positions and
     weights that are not positive and finite are skipped. key_new: [B, Hkv, 1, D].
-    State is flat and int32 unless said otherwise; all but log_first, gamma and capacity is mutated:
-    centroid [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C]; num_communities [L, B, G]; n_indexed
+    State is flat and int32 unless said otherwise; all but log_first, channel_scale, gamma and capacity is mutated:
+    centroid int8 [L, B, G, C, D] and centroid_scale float32 [L, B, G, C] (see ``encode_centroids``; channel_scale
+    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C]; num_communities [L, B, G]; n_indexed
     and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N]; community_weight [L, B, G, C],
     total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32) [L, B, H, E, kappa].
     The edges are kept wherever slot length - log_first exists, for the next partition. The rest of a row changes only
@@ -92,7 +97,10 @@ def assign_token(
     keys = key_new[:, :, 0]  # [B, Hkv, D]
     # One graph over several heads holds their keys side by side.
     keys = keys.flatten(1)[:, None] if num_graphs == 1 else keys.repeat_interleave(num_graphs // keys.shape[1], 1)
-    centroids = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
+    means = layer_state(centroid_mean, layer, (*communities, keys.shape[2]), "centroid_mean")
+    codes = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
+    scales = layer_state(centroid_scale, layer, communities, "centroid_scale")
+    channels = layer_state(channel_scale, layer, (*graphs, keys.shape[2]), "channel_scale")
 
     grouped = neighbor.reshape(batch, num_graphs, lists // num_graphs * kappa)
     known = labels.gather(2, grouped.long().clamp(0, max_tokens - 1))
@@ -135,11 +143,13 @@ def assign_token(
                 stored_of[row, graph, chosen] = 0
                 sizes[row, graph, chosen] = 0
                 weights[row, graph, chosen] = 0
-                centroids[row, graph, chosen] = 0
+                means[row, graph, chosen] = 0
             sizes[row, graph, chosen] += 1
-            mean = centroids[row, graph, chosen].to(accumulate_dtype(centroids.dtype))
+            mean = means[row, graph, chosen].to(accumulate_dtype(means.dtype))
             mean += (keys[row, graph].to(mean.dtype) - mean) / sizes[row, graph, chosen]
-            centroids[row, graph, chosen] = mean.to(centroids.dtype)
+            means[row, graph, chosen] = mean.to(means.dtype)
+            code, scale = encode_centroids(mean[None].to(means.dtype), channels[row, graph])
+            codes[row, graph, chosen], scales[row, graph, chosen] = code[0], scale[0]
             for community, increment in plan.community_increments.items():
                 weights[row, graph, community] += increment
             totals[row, graph] += plan.total_increment

@@ -12,6 +12,8 @@ NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 
 
 def retrieve(
+    shortlist: Tensor,
+    left_out: Tensor,
     scores: Tensor,
     start: Tensor,
     stored: Tensor,
@@ -31,19 +33,23 @@ def retrieve(
     budget: int,
     num_sink_tokens: int,
     recent_window: int,
+    has_log: bool,
 ) -> tuple[Tensor, Tensor]:
     """List the tokens that the query at position ``length`` attends to besides sinks and tail (see ``attended``).
 
     room = budget - sinks - tail tokens, or everything where the budget is the whole context.
-    In order of score (ties by id, NaN last), the longest run of communities
+    In order of score (of equals the larger id first, NaN excluded), the longest run of communities
     whose total size is at most room is taken whole. If even the best does not fit, its newest room tokens are.
-    Tokens that are sinks or in the tail count as members but are not listed; with room <= 0 nothing is.
+    Members that are sinks or in the tail count and may be listed; readers of the list skip them. With room <= 0
+    nothing is listed. shortlist and left_out (see ``route``) only save work: the result is that of all scores.
     scores: flat float32 [B, G, C]; -inf excludes a community, and so does a size of 0.
     start, stored, size: flat int32 [L, B, G, C]; community c holds member[start : start + stored] of the flat
     int32 [L, B, G, N] and the log entries e with log_community[e] == c (flat [L, B, G, E]), which stand for position
-    log_first + e (flat [L, B]); the log holds n_indexed - log_first entries. num_communities: flat int32 [L, B, G].
-    tally: flat int64 [L, 2], to which tokens attended and tokens in context are added, per row and graph.
-    Returns tokens int32 [B, G, budget], ascending and then -1, and count int32 [B, G].
+    log_first + e (flat [L, B]); the log holds n_indexed - log_first entries, if has_log. num_communities: flat int32
+    [L, B, G].
+    tally: flat int64 [L, 2], to which the tokens that the budget was charged for (listed, sinks and tail) and the
+    tokens in context are added, per row and graph.
+    Returns tokens int32 [B, G, budget], of which the first count (int32 [B, G]) are meant, in a repeatable order.
     """
     device = scores.device
     position = int(length)
@@ -74,13 +80,14 @@ def retrieve(
         )
         log_starts = layer_state(log_first, layer, (batch,), "log_first").tolist()
         indexed = layer_state(n_indexed, layer, (batch,), "n_indexed").tolist()
-        logged = [min(max(0, end - begin), max_log) for begin, end in zip(log_starts, indexed, strict=True)]
+        logged = [
+            min(max(0, end - begin), max_log) if has_log else 0
+            for begin, end in zip(log_starts, indexed, strict=True)
+        ]
         log = layer_state(log_community, layer, (batch, num_graphs, max_log), "log_community")[..., : max(logged)]
         entries = torch.arange(log.shape[2], device=device)
         log_tokens = entries + torch.tensor(log_starts, device=device)[:, None, None]  # [B, 1, e]
         in_log = entries < torch.tensor(logged, device=device)[:, None, None]
-        low = torch.tensor([span.sink_end for span in spans], device=device)[:, None, None]
-        high = torch.tensor([span.tail_start for span in spans], device=device)[:, None, None]
 
         best_score = ranked.gather(2, ids[..., :1])[..., 0]
         too_big = ((~taken[..., 0]) & (best_score > -torch.inf) & (room > 0)).nonzero().tolist()
@@ -97,13 +104,10 @@ def retrieve(
             own = [lists[2][row, graph, begin : begin + held].long()]
             if log.shape[2]:
                 own.append(log_tokens[row, 0][in_log[row, 0] & (log[row, graph] == best)])
-            newest = torch.cat(own)
-            newest = newest[(newest >= spans[row].sink_end) & (newest < spans[row].tail_start)]
-            newest = newest.sort(descending=True).values[: rooms[row]]
+            newest = torch.cat(own).sort(descending=True).values[: rooms[row]]
             found[row, graph] = NO_TOKEN
             found[row, graph, : len(newest)] = newest
-        found = torch.where((found >= low) & (found < high), found, NO_TOKEN).to(torch.int32)
-        found = found.sort(-1).values[..., :budget]
+        found = found.to(torch.int32).sort(-1).values[..., :budget]
         present = found < NO_TOKEN
         count.copy_(present.sum(-1))
         tokens[..., : found.shape[2]] = torch.where(present, found, -1)
@@ -123,13 +127,13 @@ def _longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[T
     """Communities in order of score, and which of them fit.
 
     scores float32 [B, G, n] without NaN, sizes int [B, G, n], room [B, 1].
-    Returns ids int64 [B, G, k], best first with ties by id, and a mask [B, G, k]: a run of leading entries.
+    Returns ids int64 [B, G, k], best first and of equals the larger id first, and a mask [B, G, k]: a run of leading entries.
     """
     total = scores.shape[-1]
-    # A signed integer that orders like (score, smaller id first), so that every key is distinct.
+    # A signed integer that orders like (score, id), so that every key is distinct.
     bits = (scores + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
     order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF)) * (1 << 31)
-    order = order + torch.arange(total - 1, -1, -1, device=scores.device)
+    order = order + torch.arange(total, device=scores.device)
     most = max(1, int(room.max()))
     k = min(total, most, 256)
     while True:

@@ -11,6 +11,8 @@ from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_st
 def route(
     query: Tensor,
     centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
     size: Tensor,
     num_communities: Tensor,
     capacity: Tensor,
@@ -24,8 +26,10 @@ def route(
 ) -> None:
     """Fill ``scores``, flat float32 [B, G, C], with the score of each community for the query at ``length``.
 
-    query: [B, Hq, 1, D]; head h belongs to graph h // (Hq // G). centroid: flat [L, B, G, C, D]; with one graph over
-    several KV heads its rows hold the heads' centroids side by side (Hkv * D), and a head uses its KV head's part.
+    query: [B, Hq, 1, D]; head h belongs to graph h // (Hq // G). The mean key of a community is
+    centroid * centroid_scale * channel_scale (see ``encode_centroids``) with centroid flat int8 [L, B, G, C, D],
+    centroid_scale flat float32 [L, B, G, C] and channel_scale flat float32 [L, B, G, D]. With one graph over several
+    KV heads D is Hkv * D, the heads' keys side by side, and a head uses its KV head's part.
     size int32 [L, B, G, C], num_communities int32 [L, B, G]: flat. capacity: int32 [3]. length: int [1].
     score: "max" is the largest q . centroid * scale over the graph's heads, "softmax" the sum over its heads of the
     softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
@@ -48,7 +52,7 @@ def route(
     elif score == "random":
         values = _hash(ids, int(length), layer).to(out.dtype).expand(batch, num_graphs, used)
     else:
-        products = _products(query, centroid, layer, num_graphs, num_kv_heads, room, used)  # [B, G, heads, used]
+        products = _products(query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used)  # [B, G, heads, used]
         if score == "max":
             values = products.amax(2) * scale if scale >= 0 else products.amin(2) * scale
         else:
@@ -58,19 +62,25 @@ def route(
 
 
 def _products(
-    query: Tensor, centroid: Tensor, layer: int, num_graphs: int, num_kv_heads: int, room: int, used: int
+    query: Tensor,
+    centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    layer: int,
+    num_graphs: int,
+    num_kv_heads: int,
+    room: int,
+    used: int,
 ) -> Tensor:
-    """q . centroid in float32 for the first ``used`` communities: [B, G, Hq // G, used]."""
+    """q . mean key in float32 for the first ``used`` communities: [B, G, Hq // G, used]."""
     batch, num_query_heads, _, dim = query.shape
-    queries = query[:, :, 0].to(accumulate_dtype(query.dtype))
-    if num_graphs == 1 and num_kv_heads > 1:
-        centroids = layer_state(centroid, layer, (batch, room, num_kv_heads, dim), "centroid").transpose(1, 2)
-    else:
-        centroids = layer_state(centroid, layer, (batch, num_graphs, room, dim), "centroid")
-    centroids = centroids[:, :, :used].to(queries.dtype)
-    parts = centroids.shape[1]
-    products = queries.view(batch, parts, num_query_heads // parts, dim) @ centroids.transpose(2, 3)
-    return products.view(batch, num_graphs, num_query_heads // num_graphs, used)
+    graphs, parts = (batch, num_graphs), num_kv_heads if num_graphs == 1 else 1
+    codes = layer_state(centroid, layer, (*graphs, room, parts, dim), "centroid")[:, :, :used]
+    scales = layer_state(centroid_scale, layer, (*graphs, room), "centroid_scale")[:, :, :used]
+    channels = layer_state(channel_scale, layer, (*graphs, parts, dim), "channel_scale")
+    queries = query[:, :, 0].to(accumulate_dtype(query.dtype)).view(*graphs, parts, -1, dim) * channels[:, :, :, None]
+    products = queries @ codes.permute(0, 1, 3, 4, 2).to(queries.dtype)  # [B, G, parts, heads, used]
+    return (products * scales[:, :, None, None]).view(batch, num_graphs, num_query_heads // num_graphs, used)
 
 
 def _hash(ids: Tensor, length: int, layer: int) -> Tensor:

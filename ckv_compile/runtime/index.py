@@ -27,6 +27,7 @@ class CommunityIndex:
         self.capacity = torch.tensor([shape.communities, shape.tokens, shape.log], dtype=torch.int32, device=device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
         self.nominal["capacity"] = self.capacity
+        self._ordered: dict[tuple[str, ...], list[torch.Tensor]] = {}
         # Host mirrors, per layer: communities in use, and the (tokens, communities) at which each block ended.
         self.used = [0] * shape.layers
         self.marks: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
@@ -36,6 +37,13 @@ class CommunityIndex:
             return self.__dict__["buffers"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def nominal_of(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """The nominal views of these buffers: the same tensors at every call."""
+        found = self._ordered.get(names)
+        if found is None:
+            found = self._ordered[names] = [self.nominal[name] for name in names]
+        return found
 
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
@@ -115,7 +123,9 @@ class CommunityIndex:
         self.stored[layer, :, :, at:upto].copy_(size)
         self.size[layer, :, :, at:upto].copy_(size)
         centroid = torch.ops.ckv.community_centroids(key, member, start - first, size)
-        self.centroid[layer, :, :, at:upto].copy_(centroid)
+        if at == 0:
+            self.channel_scale[layer].copy_(channel_scales(centroid, size))
+        self.write_centroids(layer, (slice(None), slice(None), slice(at, upto)), centroid)
         if "label" in self.buffers:
             span = block.label.shape[-1]
             label = self._device(block.label)
@@ -126,8 +136,28 @@ class CommunityIndex:
             self.total_weight[layer].copy_(total if at == 0 else self.total_weight[layer] + total)
             self.gamma[layer].copy_(self._device(block.gamma))
 
+    def write_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
+        """Mean keys ``[B, G, c, D]`` (or of one row and graph) of the communities at ``place`` of the layer."""
+        code, scale = torch.ops.ckv.encode_centroids(mean, self.channel_scale[layer][place[:2]])
+        self.centroid[layer][place].copy_(code)
+        self.centroid_scale[layer][place].copy_(scale)
+        if "centroid_mean" in self.buffers:
+            self.centroid_mean[layer][place].copy_(mean)
+
     def _device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def channel_scales(mean: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Root mean square of every channel over the communities that have members, never 0.
+
+    mean: ``[B, G, C, D]``. size: int ``[B, G, C]``. Returns float32 ``[B, G, D]``.
+    """
+    present = (size > 0).float()[..., None]
+    square = (mean.float().square() * present).sum(-2) / present.sum(-2).clamp(min=1)
+    scale = square.sqrt()
+    floor = 1e-4 * scale.amax(-1, keepdim=True)
+    return torch.where(scale > floor, scale, torch.where(floor > 0, floor, 1.0))
 
 
 @dataclasses.dataclass

@@ -87,7 +87,7 @@ def _join_centroids(sequence: Sequence, layer: int, stop: int, joined: np.ndarra
     """Running means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m]."""
     index, key, graphs = sequence.index, sequence.keys(layer), sequence.shape.graphs
     used = index.used[layer]
-    for name in ("start", "stored", "size", "centroid"):
+    for name in ("start", "stored", "size", "centroid_mean"):
         index.buffers[name][layer, :, :, used:upto].zero_()
     for row, graph, token in np.ndindex(*joined.shape):
         community = int(joined[row, graph, token])
@@ -95,7 +95,8 @@ def _join_centroids(sequence: Sequence, layer: int, stop: int, joined: np.ndarra
             own = key[row, :, stop + token].reshape(-1)
         else:
             own = key[row, graph * key.shape[1] // graphs, stop + token]
-        centroid, size = index.centroid[layer, row, graph, community], index.size[layer, row, graph, community]
+        size = index.size[layer, row, graph, community]
         size += 1
-        mean = centroid.float()
-        centroid.copy_(mean + (own.float() - mean) / size)
+        mean = index.centroid_mean[layer, row, graph, community].float()
+        mean = mean + (own.float() - mean) / size
+        index.write_centroids(layer, (row, graph, slice(community, community + 1)), mean[None])

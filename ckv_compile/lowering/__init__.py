@@ -1,0 +1,9 @@
+"""CUDA code of the ``ckv::`` operators: importing this package registers their Inductor lowerings.
+
+On other devices, and where a template does not apply, a lowering calls the operator itself.
+"""
+
+import ckv_compile.ops  # noqa: F401  (registers the operators)
+from ckv_compile.lowering import append_kv, retrieve, route, sparse_attention
+
+__all__ = ["append_kv", "retrieve", "route", "sparse_attention"]

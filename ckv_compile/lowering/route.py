@@ -1,0 +1,67 @@
+"""``ckv::route`` on CUDA: one kernel scores and shortlists; score "softmax" has a pass for its statistics before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.lowering import fallback_handler, register_lowering
+
+from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
+
+_op = torch.ops.ckv.route.default
+RUN = 8  # communities with consecutive ids that a program takes together: 1 KiB of centroids at head_dim 128
+
+template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1), "order_key")
+
+
+def configs() -> list[Config]:
+    return [
+        dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages)
+        for block, stages, warps in ((64, 3, 4), (64, 3, 2), (128, 3, 4), (64, 4, 4), (32, 3, 2))
+    ]
+
+
+@register_lowering(_op, type_promotion_kind=None)
+def route(
+    query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, num_communities: Any, capacity: Any,
+    scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float, score: str, length: Any, slots: int,
+) -> list[Any]:  # fmt: skip
+    device = query.get_device()
+    if device.type != "cuda":
+        return fallback_handler(_op)(
+            query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
+            num_kv_heads, scale, score, length, slots,
+        )  # fmt: skip
+    batch, heads, _, dim = static_size(query)
+    shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
+    constants = constants_of(batch, heads, dim, layer, num_graphs, num_kv_heads, scale, score, slots)
+    index = fixed(size, num_communities, capacity)
+    (scores,) = fixed(scores)
+    left_out = ([batch, num_graphs, PROGRAMS], torch.int32)
+    if score in ("recency", "random"):
+        inputs = [*index, *fixed(length), scores, shortlist]
+        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs())]
+    inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
+    if score == "softmax":
+        mass = empty([batch, heads, PROGRAMS], torch.float32, device)
+        top = template(
+            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, configs()
+        )  # fmt: skip
+        inputs += [*fixed(top), mass]
+    inputs += [scores, shortlist]
+    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs())]
+
+
+def constants_of(
+    batch: int, heads: int, dim: int, layer: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int
+) -> dict[str, Any]:
+    """The template's constants; one graph over several KV heads reads its centroids in as many parts."""
+    parts = kv_heads if graphs == 1 else 1
+    return dict(
+        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, LAYER=layer, SM_SCALE=scale,
+        BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
+        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=1024, BISECTIONS=14,
+        SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What the lowerings share: realize the inputs, offer one or more configurations, call the template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided
+from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
+from torch._inductor.virtualized import V
+
+from ckv_compile.lowering.inductor_compat import make_template, select
+from ckv_compile.templates import load_template
+
+Config = dict[str, Any]  # num_warps, num_stages and the template's constants that are tuned
+
+
+class Template:
+    """A Triton template that lowerings call. ``grid`` gets the constants and returns the launch grid."""
+
+    def __init__(self, name: str, grid: Callable[[dict[str, Any]], tuple[int, int, int]], *helpers: str) -> None:
+        self.name = name
+        # Inductor passes call_sizes first, then the constants; our grids need only those.
+        symbolic = SymbolicGridFn(lambda *arguments: grid(arguments[-1]))
+        self.template = make_template(f"ckv_{name}", symbolic, load_template(name, *helpers))
+
+    def __call__(
+        self,
+        inputs: Sequence[Any],
+        output: tuple[Sequence[int], torch.dtype],
+        mutated: Sequence[Any],
+        constants: dict[str, Any],
+        configs: Iterable[Config],
+        generators: dict[int, Callable] | None = None,
+    ) -> Any:
+        """The output node. inputs: all arguments of the kernel in order, ``mutated`` ones included.
+
+        output: its size (contiguous) and dtype. Of configs, the first is taken unless ``max_autotune`` is on.
+        """
+        device = inputs[0].get_device()
+        inputs = list(inputs)
+        layout = contiguous(device, *output)
+        configs = list(configs)
+        choices: list[Any] = []
+        for tuned in configs if inductor_config.max_autotune else configs[:1]:
+            error = self.template.maybe_append_choice(
+                choices=choices,
+                input_nodes=inputs,
+                layout=layout,
+                mutated_inputs=list(mutated),
+                call_sizes=list(output[0]),
+                **constants,
+                **tuned,
+            )
+            if error is not None:
+                raise error
+        return select(self.template.name, choices, inputs, layout, generators or {})
+
+
+def static_size(node: Any) -> list[int]:
+    """Sizes as integers; a symbol is specialised, which guards the graph on it."""
+    return [V.graph.sizevars.guard_int(size) for size in node.get_size()]
+
+
+def fixed(*nodes: Any) -> list[Any]:
+    """The nodes in memory, their layouts decided: templates read strides."""
+    realized = [ir.ExternKernel.realize_input(node) for node in realize_inputs(*nodes)] if len(nodes) > 1 else [
+        ir.ExternKernel.realize_input(realize_inputs(*nodes))
+    ]
+    for node in realized:
+        try:
+            node.freeze_layout()
+        except NotImplementedError:  # views have the layout of what they view
+            pass
+    return realized
+
+
+def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    return empty_strided(list(size), None, dtype=dtype, device=device)
+
+
+def contiguous(device: torch.device, size: Sequence[int], dtype: torch.dtype) -> ir.FixedLayout:
+    return ir.FixedLayout(device, dtype, list(size), ir.FlexibleLayout.contiguous_strides(list(size)))
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

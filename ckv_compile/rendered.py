@@ -1,0 +1,169 @@
+"""Kernels of the templates without Inductor: the same text, rendered to a plain Triton module.
+
+A rendered kernel runs under Triton's interpreter on a CPU, compiles ahead of time for any architecture, and launches on
+a GPU. Tests use it; nothing at run time does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+
+from ckv_compile.templates import load_template
+
+
+class RenderedKernel:
+    """One template with its constants. ``ranks``: number of dimensions of each tensor argument that is asked for."""
+
+    def __init__(self, name: str, helpers: Sequence[str], constants: dict[str, Any], output_rank: int = 0) -> None:
+        self.constants = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages")}
+        self.options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages")}
+        self.arguments: list[str] = []
+        self.numbers: list[tuple[str, str, int]] = []  # (kind, tensor, dimension)
+        self.text = self._render(load_template(name, *helpers))
+        self.kernel = _load(self.text)
+
+    def __call__(self, grid: tuple[int, int, int], tensors: dict[str, Any], output: torch.Tensor) -> Any:
+        """Launch with the tensors by name. Sizes and strides that the kernel asks for are taken from them."""
+        tensors = {**tensors, "OUT": output}
+        return self.kernel[grid](*self.values(tensors), **self.options)
+
+    def values(self, tensors: dict[str, Any]) -> list[Any]:
+        """The arguments in order."""
+        read = {"stride": lambda t, d: t.stride(d), "size": lambda t, d: t.shape[d]}
+        return [tensors[name] for name in (*self.arguments, "OUT")] + [
+            read[kind](tensors[name], dimension) for kind, name, dimension in self.numbers
+        ]
+
+    def names(self) -> list[str]:
+        return [*self.arguments, "OUT", *(f"{kind}_{name}_{dimension}" for kind, name, dimension in self.numbers)]
+
+    def _number(self, kind: str, name: str, dimension: int) -> str:
+        if (kind, name, dimension) not in self.numbers:
+            self.numbers.append((kind, name, dimension))
+        return f"{kind}_{name}_{dimension}"
+
+    def _render(self, source: str) -> str:
+        def def_kernel(*names: str) -> str:
+            self.arguments = list(names)
+            return "<DEFINITION>"
+
+        def stride(name: str, dimension: int | None = None) -> str:
+            if dimension is not None:
+                return self._number("stride", name, dimension)
+            return ", ".join(self._number("stride", name, i) for i in range(4))
+
+        def size(name: str, dimension: int) -> str:
+            return self._number("size", name, dimension)
+
+        def store_output(
+            indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: Sequence[str] = ()
+        ) -> str:
+            terms = [f"({index}) * {self._number('stride', 'OUT', i)}" for i, index in enumerate(indices)]
+            shape = ", ".join(val_shape)
+            return f"tl.store(OUT + {' + '.join(terms)} + tl.zeros([{shape}], tl.int32), {value}, mask={mask})"
+
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+        body = environment.from_string(source).render(
+            def_kernel=def_kernel, stride=stride, size=size, store_output=store_output, **self.constants
+        )
+        head = f"@triton.jit\ndef kernel({', '.join(self.names())}):\n"
+        head += "".join(f"    {name}: tl.constexpr = {value}\n" for name, value in self.constants.items())
+        return "import triton\nimport triton.language as tl\n\n\n" + body.replace("<DEFINITION>", head, 1)
+
+
+def _load(text: str) -> Any:
+    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
+    path = Path(tempfile.gettempdir()) / f"ckv_rendered_{digest}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+# ---------------------------------------------------------------------- the decode operators, launched on tensors
+
+
+def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
+    """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out)."""
+    from ckv_compile.lowering import route as lowering
+
+    batch, heads, _, dim = query.shape
+    constants = lowering.constants_of(batch, heads, dim, layer, num_graphs, num_kv_heads, scale, score, slots)
+    constants = {**constants, **lowering.configs()[0], **tuned}
+    grid = (constants["PROGRAMS"], batch * num_graphs, 1)
+    shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
+    left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.int32, query.device)
+    tensors = dict(
+        QUERY=query, CENTROID=state.centroid, CENTROID_SCALE=state.centroid_scale, CHANNEL_SCALE=state.channel_scale,
+        SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity, LENGTH=length, SCORES=state.scores,
+        SHORTLIST=shortlist,
+    )  # fmt: skip
+    if score == "softmax":
+        shape = (batch, heads, constants["PROGRAMS"])
+        top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
+        RenderedKernel("route", ["order_key"], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
+        tensors |= dict(TOP=top, MASS=mass)
+    RenderedKernel("route", ["order_key"], constants)(grid, tensors, left_out)
+    return shortlist, left_out
+
+
+def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budget, sinks, window, has_log, **tuned):
+    """``ckv::retrieve`` by its kernel: (tokens, count)."""
+    from ckv_compile.lowering import retrieve as lowering
+
+    batch, slots = shortlist.shape[0], shortlist.shape[3]
+    constants = lowering.constants_of(batch, layer, num_graphs, budget, sinks, window, has_log, slots)
+    constants = {**constants, **lowering.configs(slots)[0], **tuned}
+    tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
+    count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
+    tensors = dict(
+        SHORTLIST=shortlist, LEFT_OUT=left_out, SCORES=state.scores, START=state.start, STORED=state.stored,
+        SIZE=state.size, MEMBER=state.member, LOG=state.log_community, LOG_FIRST=state.log_first,
+        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, CAPACITY=state.capacity, LENGTH=length, FIRST=first,
+        TALLY=state.tally, TOKENS=tokens,
+    )  # fmt: skip
+    grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
+    RenderedKernel("retrieve", ["attended", "order_key"], constants)(grid, tensors, count)
+    return tokens, count
+
+
+def sparse_attention(
+    query, key, value, tokens, count, n_indexed, length, first, sink_logits, layer, scale, sinks, window, **tuned
+):
+    """``ckv::sparse_attention`` by its kernels: ``[B, Hq, 1, Dv]``."""
+    from ckv_compile.lowering import sparse_attention as lowering
+
+    (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
+    constants = lowering.attend_constants(
+        batch, heads, key.shape[1], dim, value_dim, layer, scale, tokens.shape[1], tokens.shape[2], sinks, window
+    )
+    constants = {**constants, **lowering.configs(query.dtype, max(dim, value_dim))[0], **tuned}
+    splits = constants["SPLITS"]
+    total = poisoned((batch, splits, heads, value_dim), torch.float32, query.device)
+    top, mass = (poisoned((batch, splits, heads), torch.float32, query.device) for _ in range(2))
+    tensors = dict(
+        QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first,
+        TOP=top, MASS=mass,
+    )  # fmt: skip
+    grid = (splits, batch * constants["LISTS"], 1)
+    RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
+    out = poisoned((batch, heads, 1, value_dim), query.dtype, query.device)
+    constants = lowering.merge_constants(batch, heads, value_dim, splits, has_sinks=sink_logits is not None)
+    merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
+    merged((batch * heads, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
+    return out
+
+
+def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:
+    """Memory that shows whatever a kernel left unwritten: NaN, or a large negative integer."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -0x5A5A5A5A, dtype=dtype, device=device)
