@@ -1,11 +1,12 @@
-# make demo: a long document, a question, dense and through communities.   make test: the test suite.   Both set up .venv.
+# make demo: a long document, a question, dense and through communities.   make test: the test suite.
+# make bench: decode speed on a GPU.   make bench-small: do the speed benches run?   All set up .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEVICE ?= cpu
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench bench-small clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +26,10 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(PIP) install -q -c constraints.txt pytest pytest-timeout pytest-xdist expecttest scipy
 	touch $@
 
+$(VENV)/bench.stamp: $(VENV)/demo.stamp
+	$(PIP) install -q -c constraints.txt scipy matplotlib
+	touch $@
+
 $(VENV)/check.stamp: $(VENV)/torch.stamp
 	$(PIP) install -q -c constraints.txt ruff mypy "setuptools>=77" wheel
 	touch $@
@@ -34,6 +39,14 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.sparse_decode
+	$(BIN)/python -m bench.decode_step
+
+bench-small: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.sparse_decode --small --device cpu --out build/bench
+	$(BIN)/python -m bench.decode_step --small --device cpu --out build/bench
 
 # mypy cannot see the package mapping in the root: it reads a build.
 check: $(VENV)/check.stamp $(VENV)/demo.stamp

@@ -6,8 +6,10 @@ whatever state, is what runs here. Calls are made by the names in the operators'
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import operator
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import ckv_compile.backend
+import ckv_compile.runtime.index
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes import graph_edit
@@ -31,8 +34,9 @@ from ckv_compile.testing import capture_call, rewritten
 STAGES = {
     "append": {"append_kv"},
     "route": {"route"},
-    "route_retrieve": {"route", "retrieve"},
+    "retrieve": {"retrieve"},
     "attend": {"sparse_attention"},
+    "route_retrieve": {"route", "retrieve"},
 }
 
 
@@ -74,6 +78,9 @@ class DecodeAttention:
 
     def compile(self, stage: str | None = None, *, interpret: bool = False) -> CompiledStage:
         """The whole step, or one of ``STAGES``. interpret: node by node, without Inductor."""
+        if self.geometry.device.type == "cuda":
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module("ckv_compile.lowering")  # registers the kernels
         gm, given, outputs = self.gm, [], []
         if stage is not None:
             gm, given, outputs = _stage(self.gm, STAGES[stage])
@@ -92,6 +99,11 @@ class DecodeAttention:
     def query(self, layer: int) -> Tensor:
         node = [n for n in self.gm.graph.nodes if is_op(n, "sparse_attention")][layer]
         return self.inputs[argument(node, "query")]
+
+    def lists(self, layer: int, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The layer's retrieved tokens and their count, among what stages made."""
+        node = [n for n in self.gm.graph.nodes if is_op(n, "sparse_attention")][layer]
+        return tuple(made[argument(node, name).name] for name in ("tokens", "count"))
 
     def arguments(self, stage: CompiledStage, cache: DecodeCache, given: dict[str, Tensor] | None = None) -> list:
         """Arguments of a compiled stage over a cache; ``given`` are tensors that earlier operators would make."""
@@ -214,7 +226,10 @@ class DecodeCache:
     def saver(self, *, ready: bool = True) -> Callable[[], None]:
         """A function that brings length and index back to what they are now, or to an index that is empty."""
         index, length = self.sequence.index, self.sequence.length_device
-        large = ("centroid", "member", "label", "start", "stored", "edge_neighbor", "edge_weight", "scores", "tally")
+        large = (
+            "centroid", "centroid_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
+            "edge_weight", "scores", "tally",
+        )  # fmt: skip
         saved = {name: buffer.clone() for name, buffer in index.buffers.items() if name not in large}
         kept = length.clone()
         if not ready:
@@ -313,7 +328,14 @@ def fill_index(sequence: Sequence, indexed: int, mean_size: int, seed: int = 0) 
     index.log_first.fill_(indexed)
     sequence.submitted = [indexed] * shape.layers
     sequence.refreshed_at = sequence.length
-    return {"communities": used, "mean_held": (indexed - first) / max(1, used), "largest": largest}
+    return {"communities": used, "mean_held": (indexed - first) / max(1, used), "largest": largest,
+            "centroid_bytes": centroid_bytes(index)}  # fmt: skip
+
+
+def centroid_bytes(index: CommunityIndex) -> int:
+    """Of one community: what scoring it reads."""
+    scale = index.buffers.get("centroid_scale")
+    return index.centroid.shape[-1] * index.centroid.element_size() + (0 if scale is None else scale.element_size())
 
 
 def _write_layer(index: CommunityIndex, layer: int, member, start, size, key: Tensor, first: int) -> None:
@@ -325,7 +347,12 @@ def _write_layer(index: CommunityIndex, layer: int, member, start, size, key: Te
     index.size[layer, :, :, :used].copy_(size)
     # A mean of s independent keys, without gathering them: normal with variance 1 / s.
     mean = torch.randn(*size.shape, index.shape.centroid_dim, dtype=index.dtype, device=index.device)
-    index.centroid[layer, :, :, :used].copy_(mean * size.clamp_min(1).rsqrt()[..., None].to(index.dtype))
+    mean *= size.clamp_min(1).rsqrt()[..., None].to(index.dtype)
+    if hasattr(index, "write_centroids"):  # kept as codes
+        index.channel_scale[layer].copy_(ckv_compile.runtime.index.channel_scales(mean, size))
+        index.write_centroids(layer, (slice(None), slice(None), slice(0, used)), mean)
+    else:
+        index.centroid[layer, :, :, :used].copy_(mean)
     if "label" in index.buffers:
         slots = torch.arange(tokens, device=index.device).expand(member.shape).contiguous()
         community = torch.searchsorted(_ascending(start, size, tokens), slots, right=True) - 1

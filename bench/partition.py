@@ -14,14 +14,9 @@ to be evaluated either way; ``*_without_lists`` claims leave it out for igraph.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
 import math
-import platform
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
@@ -32,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.results_file import write_results
 from ckv_compile.community.engine_process import partition_edges
 from ckv_compile.community.engines import edge_list
 from ckv_compile.community.graph import TokenGraph, attention_graph, key_graph
@@ -273,28 +269,6 @@ def claims_of(rows: list[dict]) -> dict[str, float]:
     return claims
 
 
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else "uncommitted"
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def warm_up() -> None:
     """Compile the kernels outside of every timing."""
     ids, alphas = planted_lists(256, 16, 0.8, 0)
@@ -314,7 +288,7 @@ def main() -> None:
     parser.add_argument("--captured", type=Path, help="npz to keep the captured lists in, read when it exists")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--engines", default="igraph,leidenalg", help="engines beside the native one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, help="folder of the result file")
     args = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     engines = args.engines.split(",")
@@ -373,20 +347,7 @@ def main() -> None:
     console.print(table)
     claims = claims_of(rows)
     console.print(claims)
-    now = datetime.datetime.now(datetime.UTC)
-    result = {
-        "bench": "partition", "device": processor(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "numba", "igraph", "leidenalg", "torch", "transformers")},
-        },
-        "commit": commit(), "command": "python -m bench.partition " + " ".join(sys.argv[1:]),
-        "date": now.isoformat(timespec="seconds"), "unit": "CPU seconds, time.process_time", "rows": rows,
-        "claims": claims,
-    }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"partition-{now:%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = write_results("partition", rows, claims, folder=args.out, unit="CPU seconds, time.process_time")
     console.print(f"wrote {path}")
 
 

@@ -13,8 +13,8 @@ replay; times are per layer. All arms of a cell take turns, and medians are comp
 Arms: ``ours`` is the whole step's attention; with assignment the new token also gets its edges and community, without it
 the last ``--tail`` tokens are not indexed yet. ``not_ready`` is the same graph over an empty index, dense through our
 operators. ``cudnn`` and ``flash`` are torch's SDPA over contiguous K and V of exactly the context, ``_packed`` with the
-heads of a group as queries of one head; comparisons take the faster. Stages are graphs of their own; ``retrieve`` is
-``route_retrieve`` less ``route``. Floors are useful bytes (``useful_bytes``) over the copy rate measured in the run.
+heads of a group as queries of one head; comparisons take the faster. Stages are graphs of their own. Floors are useful
+bytes (``useful_bytes``) over the copy rate measured in the run.
 
 Before any timing the attention's output is compared with float64 over the same tokens, with and without learned sink
 logits; if it is wrong, nothing is timed.
@@ -80,17 +80,17 @@ SMALL = Sizes(
 )  # fmt: skip
 
 
-def useful_bytes(sizes: Sizes, batch: int, context: int, communities: int) -> dict[str, int]:
+def useful_bytes(sizes: Sizes, batch: int, context: int, communities: int, centroid_bytes: int) -> dict[str, int]:
     """Bytes of one layer that must move at least once, by arm: K and V, centroids, ids and scores."""
     element = sizes.dtype.itemsize
     graphs, config = batch * sizes.kv_heads, sizes.config()
     dense = 2 * graphs * context * sizes.head_dim * element
-    route = graphs * communities * (sizes.head_dim * element + 4)
+    route = graphs * communities * (centroid_bytes + 4)  # a size each
     retrieve = graphs * (communities * 12 + config.budget * 8)  # scores, start and size; members read, list written
     attend = graphs * min(config.budget, context) * (2 * sizes.head_dim * element + 4)
     return {
         "dense": dense, "not_ready": dense, "route": route, "retrieve": retrieve, "attend": attend,
-        "route_retrieve": route + retrieve, "ours": route + retrieve + attend,
+        "ours": route + retrieve + attend,
         "append": 2 * graphs * sizes.head_dim * 2 * element,
     }  # fmt: skip
 
@@ -131,7 +131,7 @@ def _distances(step: DecodeAttention, cache: DecodeCache, whole: CompiledStage, 
     restore()
     errors: dict[str, list[float]] = {"rel_l2": [], "eager_rel_l2": []}
     for layer in range(step.geometry.num_layers):
-        tokens, count = (found[name] for name in lists.outputs[2 * layer : 2 * layer + 2])
+        tokens, count = step.lists(layer, found)
         exact, eager = (
             _reference(step, cache, layer, tokens, count, kind) for kind in (torch.float64, cache.slab.buffer.dtype)
         )
@@ -164,7 +164,7 @@ class Compiled:
 
 def compile_step(sizes: Sizes, batch: int, score: str, assign: bool, stages: bool, interpret: bool) -> Compiled:
     step = DecodeAttention(sizes.config(score=score, assign=assign), sizes.geometry(), batch)
-    names = STAGES if stages else ()
+    names = [name for name in STAGES if name != "route_retrieve"] if stages else []
     return Compiled(
         step, step.compile(interpret=interpret), {name: step.compile(name, interpret=interpret) for name in names}
     )
@@ -242,12 +242,11 @@ def measure(
             continue
         add(name, lambda stage=stage, inputs=inputs: stage.function(*inputs))
 
-    attended = int(given["getitem_1"].sum()) / (batch * sizes.kv_heads) if "getitem_1" in given else None
-    # A stage alone leaves what it accumulates for the next one; the whole step cleans up after itself.
+    attended = None
+    if "attend" in arms:
+        attended = float(torch.stack([step.lists(layer, given)[1].float() for layer in range(sizes.layers)]).mean())
     times = interleaved(arms, args.repetitions, device, before=before, most_calls=args.most_calls)
-    if {"route", "route_retrieve"} <= set(times):
-        times["retrieve"] = [both - one for both, one in zip(times["route_retrieve"], times["route"], strict=True)]
-    floors = useful_bytes(sizes, batch, context, held["communities"])
+    floors = useful_bytes(sizes, batch, context, held["communities"], held["centroid_bytes"])
     rows = []
     for name, values in times.items():
         per_layer = [value / sizes.layers for value in values]

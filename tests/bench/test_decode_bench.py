@@ -80,7 +80,7 @@ def test_an_index_of_random_communities_is_read_as_a_published_one():
 def test_the_small_form_of_sparse_decode_runs_every_arm(restored, tmp_path):
     sparse_decode.main(["--small", "--device", "cpu", "--interpret", "--scores", "max", "--out", str(tmp_path)])
     result = result_of(tmp_path)
-    assert {"ours", "not_ready", "math", "append", "route", "route_retrieve", "retrieve", "attend"} == {
+    assert {"ours", "not_ready", "math", "append", "route", "retrieve", "attend"} == {
         row["arm"] for row in result["rows"] if row["kind"] == "speed"
     }
     assert not [row for row in result["rows"] if "error" in row]
@@ -102,7 +102,7 @@ def test_speedups_are_over_the_faster_form_of_dense_in_the_same_cell():
         speed("ours", 0.02, assign=False), speed("cudnn", 0.1, assign=False), speed("not_ready", 0.11, assign=False),
         speed("ours", 0.001, score="softmax"), speed("cudnn", 9, score="softmax"),
         speed("ours", 0.05, context=524288), speed("ours", 0.05, context=32768), speed("cudnn", 0.05, context=32768),
-        {**speed("cudnn", 0, context=524288), "median_ms": None} and {"kind": "failure", "error": "x"},
+        {"kind": "failure", "error": "x"},
     ]  # fmt: skip
     assert sparse_decode.claims_of(rows) == pytest.approx(
         {
