@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
+import operator
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,13 @@ import ckv_compile
 from ckv_compile import generate, report
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes import graph_edit
+from ckv_compile.passes.index_expressions import memory_owner, mutated_argument
 from ckv_compile.passes.match_attention import Cache, find_sites
 from ckv_compile.passes.rewrite_decode import rewrite_decode
 from ckv_compile.passes.rewrite_plan import RewritePlan, uniform
 from ckv_compile.passes.rewrite_prefill import rewrite_prefill
+from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.runner import GraphRunner, prepare
 
 log = logging.getLogger(__name__)
@@ -43,6 +48,7 @@ def communitykv(
 
     Raises ValueError or TypeError for options that are unknown or impossible.
     """
+    cuda_graphs.require_no_capture("the first call of a model or of a kind of cache, which compiles,")
     config, inductor_options = CommunityConfig.from_options(options)
     patches = inductor_patches(config, mode, inductor_options)
     record = report.GraphRecord(config)
@@ -62,11 +68,20 @@ def communitykv(
         return _dense(gm, patches, record, entry_of)
 
     record.phase, record.cache, record.symbolic = plan.phase, plan.cache.name, plan.symbolic
+    if plan.geometry.device.type == "cuda":
+        importlib.import_module("ckv_compile.lowering")  # registers the kernels; imports triton
     log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
+    counts = _advances_counter(copied.graph, plan)
+    record.cuda_graphs = CudaGraphs(
+        _why_not_captured(copied.graph, plan, config, mode, patches), _outputs(copied, plan)
+    )
+    patches["triton.cudagraphs"] = record.cuda_graphs.refusal is None
+    _mark_written_inputs(copied.graph)
     fakes = [node.meta["example_value"] for node in graph_edit.placeholders(copied.graph)]
-    compiled = _compile(copied, fakes, patches)
+    compiled = record.cuda_graphs.compile(lambda: _compile(copied, fakes, patches))
     prepare(config)
-    return GraphRunner(plan, config, compiled, graph_edit.copy_graph(gm).forward, entry_of)
+    dense = graph_edit.copy_graph(gm).forward
+    return GraphRunner(plan, config, compiled, dense, entry_of, record.cuda_graphs, counts)
 
 
 def _why_not(gm: fx.GraphModule, sites: list, refusals: list) -> str | None:
@@ -118,7 +133,10 @@ def _dense(gm: fx.GraphModule, patches: dict[str, Any], record: report.GraphReco
         log.info("a graph stays dense: %s: %s", name, reason)
         report.warn_once(f"communitykv left attention dense: {name}: {reason}")
     graph = graph_edit.copy_graph(gm)
-    compiled = _compile(graph, [node.meta["example_value"] for node in graph_edit.placeholders(graph.graph)], patches)
+    fakes = [node.meta["example_value"] for node in graph_edit.placeholders(graph.graph)]
+    asked = patches.get("triton.cudagraphs", inductor_config().triton.cudagraphs)
+    record.cuda_graphs = CudaGraphs(None if asked else "a dense graph, for which mode and options ask for none")
+    compiled = record.cuda_graphs.compile(lambda: _compile(graph, fakes, patches))
 
     def run(*args):
         entry_of(args)
@@ -141,7 +159,108 @@ def _parameter_position(graph: fx.Graph) -> int | None:
     return None
 
 
+# ---------------------------------------------------------------------- CUDA graphs
+
+
+def _why_not_captured(
+    graph: fx.Graph, plan: RewritePlan, config: CommunityConfig, mode: str | None, patches: dict[str, Any]
+) -> str | None:
+    """Why a rewritten graph is not recorded, or None: decode graphs on CUDA are, unless somebody says otherwise."""
+    if plan.geometry.device.type != "cuda":
+        return f"it runs on the {plan.geometry.device.type}"
+    if plan.phase != "decode":
+        return "a prefill hands keys to the host"
+    if not config.cuda_graphs:
+        return "options['cuda_graphs'] is False"
+    if patches.get("triton.cudagraphs") is False:
+        return "options['triton.cudagraphs'] is False"
+    if mode is not None and mode.endswith("-no-cudagraphs"):
+        return f"mode is {mode!r}"
+    if (name := _host_operator(graph)) is not None:
+        return f"{name} has no kernel that a CUDA graph can hold"
+    if sizes := _sizes_of_inputs(graph):
+        return f"sizes change from call to call ({', '.join(sizes)})"
+    return None
+
+
+def _host_operator(graph: fx.Graph) -> str | None:
+    """An operator of ours that only its reference implements, which reads lengths on the host: no CUDA graph holds it.
+
+    One that says so itself (``cudagraph_unsafe``) is left to Inductor, which records what lies between.
+    """
+    from torch._inductor.lowering import lowerings
+
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "ckv":
+            continue
+        lowering = lowerings.get(target)
+        unlowered = lowering is None or getattr(lowering, "_is_fallback_handler", False)
+        if unlowered and torch.Tag.cudagraph_unsafe not in target.tags:
+            return str(target)
+    return None
+
+
+def _sizes_of_inputs(graph: fx.Graph) -> list[str]:
+    """Symbols in the shapes of inputs, but for the batch size: each of its values may have a recording of its own."""
+    symbols: set[Any] = set()
+    batch: set[Any] = set()
+    for node in graph_edit.placeholders(graph):
+        value = node.meta["example_value"]
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        found = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+        if node.name == "ckv_first":
+            batch = found
+        symbols |= found
+    return sorted(str(symbol) for symbol in symbols - batch)
+
+
+def _outputs(gm: fx.GraphModule, plan: RewritePlan) -> list[tuple[int, int | None]]:
+    """Tensors that a rewritten graph returns, each with the input (of dynamo's) of which it may be a view."""
+    inputs = graph_edit.placeholders(gm.graph)
+    outputs = []
+    for position, node in enumerate(graph_edit.output_node(gm.graph).args[0]):
+        if isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor):
+            owner = memory_owner(node)
+            kept = inputs.index(owner) if owner.op == "placeholder" else None
+            outputs.append((position, plan.keep[kept] if kept is not None and kept < len(plan.keep) else None))
+    return outputs
+
+
+def _mark_written_inputs(graph: fx.Graph) -> None:
+    """Inputs that a graph writes stay where they are: the buffers and counters of a static cache, as its layers say.
+
+    A prefill that dynamo compiled made them itself, and then transformers does not mark them; without the mark Inductor
+    would refuse to record the graph ("mutated inputs").
+    """
+    for node in graph.nodes:
+        written = mutated_argument(node)
+        owner = None if written is None else memory_owner(written)
+        if owner is not None and owner.op == "placeholder":
+            marks = owner.meta.get("tensor_dict", {})
+            owner.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded", **marks}
+
+
+def _advances_counter(graph: fx.Graph, plan: RewritePlan) -> bool:
+    """Whether a decode graph itself adds one, once, to the counter of its static cache."""
+    if plan.phase != "decode" or plan.static_length is None or plan.static_length not in plan.keep:
+        return False
+    counter = graph_edit.placeholders(graph)[plan.keep.index(plan.static_length)]
+    writes = [
+        node
+        for node in graph.nodes
+        if (written := mutated_argument(node)) is not None and memory_owner(written) is counter
+    ]
+    return len(writes) == 1 and writes[0].target in ("add_", operator.iadd) and writes[0].args[1:] == (1,)
+
+
 # ---------------------------------------------------------------------- Inductor's configuration
+
+
+def inductor_config() -> Any:
+    from torch._inductor import config
+
+    return config
 
 
 @functools.cache
@@ -158,9 +277,8 @@ def sources_digest() -> str:
 
 
 def _folders() -> list[Any]:
-    from ckv_compile import passes
-
-    return [passes]
+    """Packages of ours that lie outside the folder of this one."""
+    return [importlib.import_module(f"ckv_compile.{name}") for name in ("passes", "templates")]
 
 
 class CacheKeyPass(CustomGraphPass):
@@ -183,15 +301,12 @@ class CacheKeyPass(CustomGraphPass):
 
 def inductor_patches(config: CommunityConfig, mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Config patches for ``compile_fx``: Inductor's mode, the user's own options, our cache key."""
-    from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
 
     patches = {key.replace("-", "_"): value for key, value in list_mode_options(mode).items()} if mode else {}
     patches.update(options)
-    users = patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+    users = patches.get("post_grad_custom_post_pass", inductor_config().post_grad_custom_post_pass)
     patches["post_grad_custom_post_pass"] = CacheKeyPass(config, users)
-    # The operators read lengths on the host, which no CUDA graph can hold.
-    patches["triton.cudagraphs"] = False
     return patches
 
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
 # Methods of a model that call the model itself.
 CALLING_METHODS = frozenset({"generate", "generate_batch"})
 THREADED_METHODS = frozenset({"generate_batch"})  # of those, the ones that call it from threads of their own
+
+DEFERRING_DEVICES = frozenset({"cuda"})  # where waiting for a stop check costs; transformers itself defers on "mps"
 
 _lock = threading.RLock()
 _backend: Callable | None = None
@@ -58,17 +62,88 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
     def call(*args: Any, **kwargs: Any) -> Any:
         from ckv_compile import report
 
-        before = report.rewritten_calls(module._orig_mod)
-        with compiled_calls(module, every_thread=method.__name__ in THREADED_METHODS):
+        model = module._orig_mod
+        calls, broken = report.rewritten_calls(model), len(report.broken_steps(model))
+        with (
+            compiled_calls(module, every_thread=method.__name__ in THREADED_METHODS),
+            deferred_stop_check(enabled=_options(module).get("deferred_stop", True)) as deferred,
+        ):
             result = method(*args, **kwargs)
-        if report.rewritten_calls(module._orig_mod) == before:
+        if report.rewritten_calls(model) == calls:
             report.warn_once(
-                f"{type(module._orig_mod).__name__}.{method.__name__} ran without any attention rewritten by "
+                f"{type(model).__name__}.{method.__name__} ran without any attention rewritten by "
                 "communitykv; ckv_compile.explain(model) says why"
             )
+        for entry in report.entries_of(model)[:1]:
+            entry.deferred_stops += sum(deferred)
+        if new := report.broken_steps(model)[broken:]:
+            raise RuntimeError(new[0])
         return result
 
     return call
+
+
+def _options(module: OptimizedModule) -> dict[str, Any]:
+    """The options that torch.compile was given."""
+    wrapper = innermost_backend(module.dynamo_ctx.callback)
+    return getattr(wrapper, "kwargs", {}).get("options") or {}
+
+
+# ---------------------------------------------------------------------- the stop check
+
+_deferring: dict[int, list[bool]] = {}  # thread -> one entry per generation that defers
+_original_is_supported: Any = None
+
+
+@contextlib.contextmanager
+def deferred_stop_check(*, enabled: bool = True) -> Iterator[list[bool]]:
+    """While active, generate of this thread reads on CUDA whether to stop one step late, so the host never waits.
+
+    transformers has this (``DeferredStopCheck``) and undoes the extra step, but switches it on for "mps" only; its other
+    conditions hold here too. Yields a list with an entry for each generation that deferred. Where transformers does not
+    have it, nothing happens.
+    """
+    global _original_is_supported
+    check = getattr(sys.modules.get("transformers.generation.utils"), "DeferredStopCheck", None)
+    if check is None or not enabled:
+        yield []
+        return
+    thread = threading.get_ident()
+    deferred: list[bool] = []
+    with _lock:
+        if not _deferring:
+            _original_is_supported = check.__dict__["is_supported"]
+            check.is_supported = staticmethod(_supported_also_on_cuda)
+        outer = _deferring.get(thread)
+        _deferring[thread] = deferred
+    try:
+        yield deferred
+    finally:
+        with _lock:
+            if outer is None:
+                del _deferring[thread]
+            else:
+                _deferring[thread] = outer
+            if not _deferring:
+                check.is_supported = _original_is_supported
+
+
+def _supported_also_on_cuda(
+    device: torch.device, cache: Any, cache_is_returned: bool, *args: Any, **kwargs: Any
+) -> bool:
+    original = _original_is_supported.__func__
+    deferred = _deferring.get(threading.get_ident())
+    if deferred is None or device.type not in DEFERRING_DEVICES:
+        return original(device, cache, cache_is_returned, *args, **kwargs)
+    if cache_is_returned and getattr(cache, "is_compileable", False):
+        return False  # a static cache that outlives generate: undoing may write to every layer's counter at every step
+    supported = original(torch.device("mps"), cache, cache_is_returned, *args, **kwargs)
+    if supported:
+        deferred.append(True)
+    return supported
+
+
+# ---------------------------------------------------------------------- the call
 
 
 @contextlib.contextmanager

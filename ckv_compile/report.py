@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ckv_compile.config import CommunityConfig
+from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.runtime.statistics import RunStatistics
 
@@ -28,6 +29,7 @@ class GraphRecord:
     names: list[str] = dataclasses.field(default_factory=list)  # rewritten layers
     refusals: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (layer, reason)
     symbolic: list[str] = dataclasses.field(default_factory=list)
+    cuda_graphs: CudaGraphs | None = None  # what Inductor recorded of it, or why not
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +39,7 @@ class ModelEntry:
     parameter: weakref.ref | None
     graphs: dict[GraphRecord, int] = dataclasses.field(default_factory=dict)  # calls: other models may share a graph
     statistics: RunStatistics = dataclasses.field(default_factory=lambda: RunStatistics(0))
+    deferred_stops: int = 0  # generations that read whether to stop one step late
 
 
 _entries: dict[int, ModelEntry] = {}
@@ -74,6 +77,13 @@ def rewritten_calls(model: torch.nn.Module) -> int:
     return sum(calls for entry in entries_of(model) for graph, calls in list(entry.graphs.items()) if graph.names)
 
 
+def broken_steps(model: torch.nn.Module) -> list[str]:
+    """What is known of steps of this model that were not what they were taken for. Waits for the device."""
+    for sequence in REGISTRY.sequences():
+        sequence.audit()
+    return [message for entry in entries_of(model) for message in entry.statistics.broken]
+
+
 # ---------------------------------------------------------------------- explain
 
 
@@ -100,6 +110,9 @@ class Explanation:
     waited_seconds: float
     index_lag_seconds: list[float]
     fallbacks: list[str]
+    captured: dict[GraphRecord, str]  # graph -> "captured", or why not
+    deferred_stops: int  # generations whose stop check did not wait for the device
+    broken_steps: list[str]  # steps whose mask or counter was another one than was assumed
 
     def lines(self) -> list[str]:
         if not self.graphs:
@@ -137,9 +150,10 @@ class Explanation:
             )
         for fallback in self.fallbacks:
             lines.append(f"contiguous pages stood in for a partition: {fallback}")
-        captured = sum(graph.phase == "decode" for graph in self.graphs)
-        if captured:
-            lines.append("CUDA graphs: none captured; the operators read lengths on the host")
+        lines += [f"CUDA graphs: {_kind(graph)}: {verdict}" for graph, verdict in self.captured.items()]
+        if self.deferred_stops:
+            lines.append(f"generations that did not wait for their stop check: {self.deferred_stops}")
+        lines += [f"NOT TO BE TRUSTED: {message}" for message in self.broken_steps]
         return lines
 
     def __str__(self) -> str:
@@ -196,6 +210,9 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
         waited_seconds=sum(one.waited_seconds for one in statistics),
         index_lag_seconds=[lag for one in statistics for lag in one.index_lag_seconds],
         fallbacks=[failure for one in statistics for failure in one.failures],
+        captured={graph: graph.cuda_graphs.verdict() for graph in graphs if graph.cuda_graphs is not None},
+        deferred_stops=sum(entry.deferred_stops for entry in entries),
+        broken_steps=[message for one in statistics for message in one.broken],
     )
     if show:
         print(explanation)
@@ -203,10 +220,14 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
 
 
 def _describe(graph: GraphRecord, calls: int) -> str:
+    return f"{_kind(graph)}, {calls} calls"
+
+
+def _kind(graph: GraphRecord) -> str:
     if graph.phase == "dense":
-        return f"dense, {calls} calls"
-    kind = {"EMPTY": "new dynamic cache", "DYNAMIC": "dynamic cache", "STATIC": "static cache"}[graph.cache]
-    return f"{graph.phase} with a {kind}, {calls} calls"
+        return "dense"
+    cache = {"EMPTY": "new dynamic cache", "DYNAMIC": "dynamic cache", "STATIC": "static cache"}[graph.cache]
+    return f"{graph.phase} with a {cache}"
 
 
 def _by_reason(refused: dict[str, list[str]]) -> dict[str, list[str]]:

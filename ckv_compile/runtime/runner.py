@@ -2,11 +2,18 @@
 
 This thin wrapper lies outside AOTAutograd. A call whose cache or mask it cannot vouch for runs the graph as dynamo
 gave it: dense, never wrong.
+
+On CUDA a decode step never waits for the device. Its mask is read at the first step after a prefill, an adoption or a
+crop; at later ones it is verified on the device (``step_check``), and a mask that breaks the rule raises RuntimeError a
+step or more later. A step that the caller captures with ``torch.cuda.graph`` is launched as it is, unverified: what it
+needs must be there from a step before. No code of ours runs when the caller replays it, so the index stays as it was
+and new tokens are attended behind it; the first call after that looks at everything again.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Arguments
 from typing import Any
@@ -15,36 +22,16 @@ import torch
 
 from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
+from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime.cuda_graphs import CudaGraphs
+from ckv_compile.runtime.padding import left_padding, padding_of_given
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab
 
-
-def left_padding(mask: torch.Tensor) -> list[int] | None:
-    """First real token of each row of a padding mask ``[B, n]``, or None if a row is not zeros followed by ones."""
-    real = mask != 0
-    count = real.sum(-1)
-    first = real.int().argmax(-1)
-    regular = (count > 0) & (first + count == mask.shape[-1])
-    first, regular = torch.stack([first, regular.to(first.dtype)]).tolist()
-    return first if all(regular) else None
-
-
-def padding_of_given(mask: torch.Tensor, length: int, batch: int) -> list[int] | None:
-    """The same for a whole mask ``[B or 1, 1, Q, capacity]`` of queries at positions ``length ...``.
-
-    None unless every query that is no padding itself sees exactly the real tokens up to its own position.
-    """
-    rows = mask[:, 0].expand(batch, -1, -1)
-    queries = rows.shape[1]
-    first = left_padding(rows[:, -1, : length + queries])
-    if first is None:
-        return None
-    positions = torch.arange(rows.shape[2], device=mask.device)
-    own = torch.arange(length, length + queries, device=mask.device)[:, None]
-    begin = torch.tensor(first, device=mask.device)[:, None, None]
-    expected = (positions >= begin) & (positions <= own)
-    return first if bool(((rows == expected) | (own < begin)).all()) else None
+NOT_LEFT_PADDING = "the padding mask is not left padding"
+NOT_CAUSAL = "the mask is not causal with left padding"
+UNEVEN_LAYERS = "the layers hold different numbers of cached tokens"
 
 
 @functools.cache
@@ -54,18 +41,44 @@ def prepare(config: CommunityConfig) -> None:
         warm_up(config)
 
 
+def verifies_later(device: torch.device) -> bool:
+    """Whether reading a tensor of this device makes the host wait, so that steps are verified on the device."""
+    return device.type == "cuda"
+
+
+def _picker(positions: list[int]) -> Callable[[Arguments], Arguments]:
+    """A function that picks these positions of a tuple."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: [args[position] for position in positions]
+
+
 class GraphRunner:
     """Callable that stands for a rewritten graph.
 
     compiled: the graph after ``plan`` (a ``RewritePlan``); dense: the graph as dynamo gave it; entry_of: finds what is
-    recorded about the model whose parameters are among the arguments.
+    recorded about the model whose parameters are among the arguments; graphs: what Inductor recorded of ``compiled``;
+    counts: whether the graph itself advances the counter of a static cache, by the number of new tokens.
     """
 
-    def __init__(self, plan: Any, config: CommunityConfig, compiled: Callable, dense: Callable, entry_of) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        config: CommunityConfig,
+        compiled: Callable,
+        dense: Callable,
+        entry_of,
+        graphs: CudaGraphs | None = None,
+        counts: bool = False,
+    ) -> None:
         self.plan, self.config, self.compiled, self.dense, self.entry_of = plan, config, compiled, dense, entry_of
-        self._index_names = [
+        self.graphs, self.counts = graphs or CudaGraphs("the graph was not compiled"), counts
+        self._index_names = tuple(
             name for name in plan.state if not name.startswith(("key_", "value_")) and name not in ("length", "first")
-        ]
+        )
+        self._kept, self._past = _picker(plan.keep), _picker(plan.past)
+        self._verifies_later = verifies_later(plan.geometry.device)
+        self._masked = plan.padding is not None or plan.mask is not None
         cache = plan.cache.name
         self.call = {
             ("prefill", "EMPTY"): self._first_prefill,
@@ -81,11 +94,12 @@ class GraphRunner:
     # ------------------------------------------------------------------ prefill
 
     def _first_prefill(self, args, statistics):
+        cuda_graphs.require_no_capture("a prefill")
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
         first = self._padding(args, batch, new)
         if first is None:
-            return self._run_dense(args, statistics, "the padding mask is not left padding")
+            return self._run_dense(args, statistics, NOT_LEFT_PADDING)
         slab = REGISTRY.pool.take(plan.geometry, batch, new)
         try:
             sequence = REGISTRY.attach(slab, self.config, plan.geometry, batch)
@@ -95,15 +109,17 @@ class GraphRunner:
             slab.reserved = False
 
     def _later_prefill(self, args, statistics):
+        cuda_graphs.require_no_capture("a prefill")
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
-        length = self._past_length(args)
+        past = self._past(args)
+        length = self._past_length(past)
         if length is None:
-            return self._run_dense(args, statistics, "the layers hold different numbers of cached tokens")
+            return self._run_dense(args, statistics, UNEVEN_LAYERS)
         first = self._padding(args, batch, length + new)
         if first is None:
-            return self._run_dense(args, statistics, "the padding mask is not left padding")
-        sequence, slab = self._locate(args, batch, new, first, statistics)
+            return self._run_dense(args, statistics, NOT_LEFT_PADDING)
+        sequence, slab = self._locate(past, batch, new, first, statistics)
         try:
             sequence.publish()
             sequence.before_later_prefill()
@@ -112,11 +128,10 @@ class GraphRunner:
             slab.reserved = False
 
     def _prefill(self, args, sequence: Sequence, slab: KVSlab, new: int):
-        plan = self.plan
         sequence.length_host.fill_(sequence.length)
         try:
             results = self.compiled(
-                *(args[i] for i in plan.keep), *slab.nominal, sequence.length_host, sequence.first_host, sequence.ticket
+                *self._kept(args), *slab.nominal, sequence.length_host, sequence.first_host, sequence.ticket
             )
         except BaseException:
             sequence.truncate(sequence.length)
@@ -131,61 +146,77 @@ class GraphRunner:
     # ------------------------------------------------------------------ decode
 
     def _decode(self, args, statistics):
-        plan = self.plan
-        batch = plan.batch(args)
-        length = self._past_length(args)
-        if length is None:
-            return self._run_dense(args, statistics, "the layers hold different numbers of cached tokens")
-        first = self._padding(args, batch, length + 1)
-        if first is None:
-            return self._run_dense(args, statistics, "the padding mask is not left padding")
-        sequence, slab = self._locate(args, batch, 1, first, statistics)
+        captured = cuda_graphs.capturing()
+        past = self._past(args)
+        sequence, slab = self._known(past)
+        if sequence is not None and sequence.length == slab.capacity:
+            sequence = slab = None
+        if captured:
+            if sequence is None:
+                cuda_graphs.require_no_capture("a decode step whose cache is unknown or full")
+            sequence.captured = True
+        elif sequence is None or not self._goes_on(args, sequence):
+            length = self._past_length(past)
+            if length is None:
+                return self._run_dense(args, statistics, UNEVEN_LAYERS)
+            batch = self.plan.batch(args)
+            first = self._padding(args, batch, length + 1)
+            if first is None:
+                return self._run_dense(args, statistics, NOT_LEFT_PADDING)
+            sequence, slab = self._locate(past, batch, 1, first, statistics)
+            if self._verifies_later and self._masked:
+                sequence.judged()
+        slab.reserved = True
         try:
-            sequence.publish()
+            sequence.account_to(statistics)
+            if not captured:
+                sequence.publish()
             self._count(sequence)
-            index = sequence.index.nominal
-            state = [
+            results = self.compiled(
+                *self._kept(args),
                 *slab.nominal,
                 sequence.length_device,
                 sequence.first_device,
-                *(index[n] for n in self._index_names),
-            ]
-            results = self.compiled(*(args[i] for i in plan.keep), *state)
+                *sequence.index.nominal_of(self._index_names),
+            )
             sequence.length += 1
-            sequence.offer_appended()
-            return self._outputs(results, slab.views(sequence.length))
+            if not captured:
+                sequence.offer_appended()
+            return self._outputs(self.graphs.keep(results, args), slab.views(sequence.length))
         except BaseException:
             # The step may have ended or not: the length on the device must be the one that the host knows.
-            sequence.length_device.fill_(sequence.length)
+            if not captured:
+                sequence.length_device.fill_(sequence.length)
             raise
         finally:
             slab.reserved = False
 
-    def _past_length(self, args) -> int | None:
+    def _past_length(self, past: Arguments[torch.Tensor]) -> int | None:
         """Cached tokens before this call; None if the layers differ, which a graph without lengths cannot express."""
-        lengths = {args[position].shape[2] for position in self.plan.past}
+        lengths = {tensor.shape[2] for tensor in past}
         return lengths.pop() if len(lengths) == 1 else None
 
-    def _known(self, args):
-        """The sequence whose slab holds exactly the past K and V of this call at its present length."""
-        past = [args[position] for position in self.plan.past]
+    def _known(self, past: Arguments[torch.Tensor]):
+        """The sequence whose slab holds exactly these past K and V at its present length."""
         slab = REGISTRY.slab_at(past[0].data_ptr())
         sequence = None if slab is None else REGISTRY.sequence_of(slab)
-        if sequence is None or sequence.config != self.config or sequence.length != past[0].shape[2]:
+        if slab is None or sequence is None or sequence.config != self.config or sequence.length != past[0].shape[2]:
             return None, None
         return (sequence, slab) if slab.holds(past, sequence.length) else (None, None)
 
-    def _locate(self, args, batch: int, new: int, first: list[int], statistics) -> tuple[Sequence, KVSlab]:
+    def _locate(
+        self, past: Arguments[torch.Tensor], batch: int, new: int, first: list[int], statistics
+    ) -> tuple[Sequence, KVSlab]:
         """The sequence and slab of the past K and V, with room for ``new`` tokens; copies where it must. Reserved."""
         plan = self.plan
-        sequence, slab = self._known(args)
-        length = args[plan.past[0]].shape[2]
+        sequence, slab = self._known(past)
+        length = past[0].shape[2]
         if sequence is None:
-            sequence, slab = self._cropped(args, length)
+            sequence, slab = self._cropped(past, length)
         if sequence is None:
             slab = REGISTRY.pool.take(plan.geometry, batch, length + new)
-            for view, position in zip(slab.views(length), plan.past, strict=True):
-                view.copy_(args[position])
+            for view, tensor in zip(slab.views(length), past, strict=True):
+                view.copy_(tensor)
             sequence = REGISTRY.attach(slab, self.config, plan.geometry, batch)
             statistics.adopted += 1
             self._begin(sequence, statistics, first, length)
@@ -201,12 +232,14 @@ class GraphRunner:
             # Other rows are padded than when the index was built: it describes another mask.
             self._begin(sequence, statistics, first, length)
             sequence.offer_all()
+        if sequence.captured:
+            # Replays of the caller's may have gone on from here; the cache that this call was given did not.
+            sequence.length_device.fill_(length)
         sequence.account_to(statistics)
         return sequence, slab
 
-    def _cropped(self, args, length: int):
+    def _cropped(self, past: Arguments[torch.Tensor], length: int):
         """The sequence of a cache that was cropped in place; none if another cache still views the longer content."""
-        past = [args[position] for position in self.plan.past]
         slab = REGISTRY.slab_at(past[0].data_ptr())
         sequence = None if slab is None else REGISTRY.sequence_of(slab)
         if slab is None or sequence is None or sequence.config != self.config or length >= sequence.length:
@@ -219,12 +252,13 @@ class GraphRunner:
     # ------------------------------------------------------------------ static caches
 
     def _static_prefill(self, args, statistics):
+        cuda_graphs.require_no_capture("a prefill")
         plan = self.plan
         batch, new = plan.batch(args), plan.num_new(args)
         length = 0 if plan.static_length is None else int(args[plan.static_length])
         first = self._static_padding(args, batch, length, new)
         if first is None:
-            return self._run_dense(args, statistics, "the mask is not causal with left padding")
+            return self._run_dense(args, statistics, NOT_CAUSAL)
         if plan.static_in_outputs:
             sequence = self._new_static(batch, plan.static_capacity(args))
             self._begin(sequence, statistics, first)
@@ -236,9 +270,7 @@ class GraphRunner:
         try:
             if length:
                 sequence.before_later_prefill()
-            results = self.compiled(
-                *(args[i] for i in plan.keep), sequence.length_host, sequence.first_host, sequence.ticket
-            )
+            results = self.compiled(*self._kept(args), sequence.length_host, sequence.first_host, sequence.ticket)
         except BaseException:
             sequence.truncate(length)
             raise
@@ -250,38 +282,55 @@ class GraphRunner:
         for key in keys:
             # Compiled prefill makes these buffers itself, so the cache's own marking never ran.
             torch._dynamo.mark_static_address(key)
-        self._remember_static(keys[0], sequence)
+        self._remember_static(keys[0], None, sequence)
         return results
 
     def _static_decode(self, args, statistics):
         plan = self.plan
         keys = [args[i] for i in plan.static_keys]
-        batch = plan.batch(args)
-        if keys[0].is_inference():
+        key, counter = keys[0], args[plan.static_length]
+        captured = cuda_graphs.capturing()
+        if key.is_inference():
+            cuda_graphs.require_no_capture("a decode step on a static cache made under torch.inference_mode()")
             return self._run_dense(
                 args, statistics, "a static cache made under torch.inference_mode() cannot be tracked"
             )
-        length = int(args[plan.static_length])
-        first = self._static_padding(args, batch, length, 1)
-        if first is None:
-            return self._run_dense(args, statistics, "the mask is not causal with left padding")
-        sequence, known = self._static_sequence(keys[0], batch, first, length, statistics)
+        sequence = REGISTRY.static_sequence(key)
+        if sequence is not None and not self._is_left(sequence, key):
+            sequence = None
+        known = True
+        if captured:
+            if sequence is None:
+                cuda_graphs.require_no_capture("a decode step on a static cache that changed since its last step")
+            sequence.captured = True
+        elif sequence is None or not self._goes_on(args, sequence, counter):
+            batch, length = plan.batch(args), int(counter)
+            first = self._static_padding(args, batch, length, 1)
+            if first is None:
+                return self._run_dense(args, statistics, NOT_CAUSAL)
+            if sequence is not None and sequence.captured and sequence.length < length:
+                sequence.length = length  # by replays of the caller's, which wrote nothing but new tokens
+            sequence, known = self._static_sequence(key, batch, first, length, statistics)
+            if self._verifies_later and (self._masked or not self.counts):
+                sequence.judged()
+        sequence.account_to(statistics)
         sequence.keys = keys.__getitem__
         try:
             if not known:
                 sequence.offer_all()
-            sequence.publish()
+            if not captured:
+                sequence.publish()
             self._count(sequence)
-            index = sequence.index.nominal
             results = self.compiled(
-                *(args[i] for i in plan.keep), sequence.first_device, *(index[n] for n in self._index_names)
+                *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)
             )
             sequence.length += 1
-            self._remember_static(keys[0], sequence)
-            sequence.offer_appended()
+            self._remember_static(key, counter, sequence)
+            if not captured:
+                sequence.offer_appended()
         finally:
             sequence.keys = None
-        return self._outputs(results, [])
+        return self._outputs(self.graphs.keep(results, args), [])
 
     def _static_sequence(
         self, key: torch.Tensor, batch: int, first: list[int], length: int, statistics
@@ -298,6 +347,11 @@ class GraphRunner:
         self._begin(sequence, statistics, first, length)
         return sequence, False
 
+    def _is_left(self, sequence: Sequence, key: torch.Tensor) -> bool:
+        """Whether a static cache is as our last call left it, its counter aside."""
+        fits = self._fits(sequence, key.shape[0], key.shape[2])
+        return fits and sequence.length > 0 and sequence.version == key._version
+
     def _fits(self, sequence: Sequence, batch: int, capacity: int) -> bool:
         sizes = sequence.config, sequence.geometry, sequence.batch, sequence.shape.tokens
         return sizes == (self.config, self.plan.geometry, batch, capacity)
@@ -305,10 +359,12 @@ class GraphRunner:
     def _new_static(self, batch: int, capacity: int) -> Sequence:
         return Sequence(self.config, self.plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
 
-    def _remember_static(self, key: torch.Tensor, sequence: Sequence) -> None:
+    def _remember_static(self, key: torch.Tensor, counter: torch.Tensor | None, sequence: Sequence) -> None:
+        """What the next call must find to go on without looking at the cache. counter: of a graph that advances it."""
         if key.is_inference():
             return
         sequence.version = key._version
+        sequence.remember_counter(counter if self.counts else None)
         if REGISTRY.static_sequence(key) is not sequence:
             REGISTRY.bind_static(key, sequence)
 
@@ -322,15 +378,53 @@ class GraphRunner:
     # ------------------------------------------------------------------ shared
 
     def _padding(self, args, batch: int, length: int) -> list[int] | None:
-        """First real token of each row once the cache holds ``length`` tokens.
-
-        Read at every step: nothing else says that a mask is still the one of the step before.
-        """
+        """First real token of each row once the cache holds ``length`` tokens. Waits for the device."""
         if self.plan.padding is None:
             return [0] * batch
         mask = args[self.plan.padding]
         # A mask may be longer than what it masks; where it is shorter, the tokens behind it are not seen.
         return left_padding(mask[:, :length]) if mask.shape[1] >= length else None
+
+    def _goes_on(self, args, sequence: Sequence, counter: torch.Tensor | None = None) -> bool:
+        """Whether a step continues what is known of its sequence, without a look at its mask and counter.
+
+        They are then being verified on the device. Raises RuntimeError if an earlier step turned out to be another one.
+        """
+        if sequence.captured:
+            return False
+        check, length = sequence.check, sequence.length
+        if check is not None and check.failed():
+            raise RuntimeError(f"{sequence.give_up()}; at this step: {self._mask_now(args, length)}")
+        counted = counter is None or sequence.knows_counter(counter)
+        if not self._masked and (sequence.padded or counted):
+            return not sequence.padded
+        if check is None:
+            return False
+        if self.plan.mask is not None:
+            mask = args[self.plan.mask]
+            if not length < mask.shape[3] <= check.capacity:
+                return False
+            check.verify_given(mask, length)
+        elif self.plan.padding is not None:
+            mask = args[self.plan.padding]
+            if mask.shape[1] <= length:
+                return False
+            check.verify_padding(mask, length)
+        if counter is not None and not counted:
+            check.verify_counter(counter, length)
+        check.conclude()
+        return True
+
+    def _mask_now(self, args, length: int) -> str:
+        """What the mask of this step says, for an error. Waits for the device."""
+        if not self._masked:
+            return "no mask"
+        if self.plan.mask is not None:
+            mask = args[self.plan.mask]
+            first = padding_of_given(mask, length, mask.shape[0])
+        else:
+            first = self._padding(args, self.plan.batch(args), length + 1)
+        return "a mask that is not left padding" if first is None else f"a mask that is zero for the first {first}"
 
     def _begin(self, sequence: Sequence, statistics, first: list[int], length: int = 0) -> None:
         sequence.settle()

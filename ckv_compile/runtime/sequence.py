@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -26,9 +27,10 @@ from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens
-from ckv_compile.runtime import jobs, publication
+from ckv_compile.runtime import cuda_graphs, jobs, publication
 from ckv_compile.runtime.index import CommunityIndex
 from ckv_compile.runtime.statistics import RunStatistics
+from ckv_compile.runtime.step_check import StepCheck
 
 log = logging.getLogger(__name__)
 _identifiers = itertools.count(1)
@@ -71,11 +73,15 @@ class Sequence:
         self.statistics = RunStatistics(geometry.num_layers)
         self.length = 0
         self.first = [0] * batch
+        self.padded = False
         device = geometry.device
         self.shape = IndexShape.for_cache(config, geometry, batch, capacity)
         self.index = CommunityIndex(self.shape, config, geometry.dtype, device)
         self.length_device = torch.zeros(1, dtype=torch.int32, device=device)
         self.version = -1  # of a static cache's first K after our last step
+        self._counter: tuple[weakref.ref[torch.Tensor], int] | None = None  # of a static cache, and its version then
+        self.check: StepCheck | None = None  # verifies steps since one was judged
+        self.captured = False  # the caller recorded a step: its replays change the cache behind our back
         self.first_device = torch.zeros(batch, dtype=torch.int32, device=device)
         self.first_host = torch.zeros(batch, dtype=torch.int32)
         self.length_host = torch.zeros(1, dtype=torch.int32)
@@ -97,6 +103,8 @@ class Sequence:
 
     def restart(self, first: list[int], length: int = 0) -> None:
         """Begin anew in the same buffers: a prompt, or a cache of ``length`` tokens of which nothing else is known."""
+        self._forget_judgement()
+        self.captured = False
         self._forget_submitted()
         self.length = self.refreshed_at = length
         self.length_device.fill_(length)
@@ -108,6 +116,7 @@ class Sequence:
 
     def prefilled(self, length: int) -> None:
         """A prefill has run; the cache holds ``length`` tokens."""
+        self._forget_judgement()
         self.length = self.refreshed_at = length
         self.length_device.fill_(length)
         self.statistics.prefills += 1
@@ -120,7 +129,7 @@ class Sequence:
             self.prefilled_at = time.perf_counter()
 
     def set_first(self, first: list[int]) -> None:
-        self.first = list(first)
+        self.first, self.padded = list(first), any(first)
         values = torch.tensor(first, dtype=torch.int32)
         self.first_host.copy_(values)
         self.first_device.copy_(values)
@@ -132,6 +141,7 @@ class Sequence:
 
     def truncate(self, length: int) -> None:
         """The cache was cropped to ``length`` tokens, or a call that would have gone beyond them failed."""
+        self._forget_judgement()
         self._forget_submitted()
         self.index.truncate(length)
         for layer, edges in enumerate(self.edges):
@@ -152,8 +162,46 @@ class Sequence:
 
     def grow(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; the buffers move."""
+        self._forget_judgement()
         self.shape = IndexShape.for_cache(self.config, self.geometry, self.batch, capacity)
         self.index = self.index.grown(self.shape)
+
+    # ------------------------------------------------------------------ steps that go on
+
+    def judged(self) -> None:
+        """The mask of a step was read and fits; later steps are verified on the device."""
+        self._forget_judgement()
+        self.check = StepCheck(self.batch, self.shape.tokens, self.first, self.length, self.geometry.device)
+
+    def _forget_judgement(self) -> None:
+        """The next step must be looked at again."""
+        self.audit()
+        self.check = self._counter = None
+
+    def audit(self) -> None:
+        """Note and warn if a step so far was another one than was assumed. Waits for the device where it must."""
+        if self.check is not None and self.check.what and self.check.concluded():
+            warnings.warn(self.give_up(), RuntimeWarning, stacklevel=2)
+
+    def give_up(self) -> str:
+        """A step was another one than was assumed: what was, for an error; the report tells it too."""
+        assert self.check is not None
+        message = self.check.message(self.length)
+        self.check = None
+        self.statistics.broken.append(message)
+        return message
+
+    def remember_counter(self, counter: torch.Tensor | None) -> None:
+        """counter: the tensor that counts the tokens of a static cache, as our call left it."""
+        usable = counter is not None and not counter.is_inference()
+        self._counter = (weakref.ref(counter), counter._version) if usable else None
+
+    def knows_counter(self, counter: torch.Tensor) -> bool:
+        """Whether nobody wrote to the counter since our call, so that it holds ``length``."""
+        if self._counter is None:
+            return False
+        reference, version = self._counter
+        return reference() is counter and counter._version == version
 
     # ------------------------------------------------------------------ submission
 
@@ -363,7 +411,10 @@ class Sequence:
             self.statistics = statistics
 
     def settle(self) -> None:
-        """Move the device counters, and the time of answered jobs, into the statistics."""
+        """Move the device counters, and the time of answered jobs, into the statistics. Waits for the device."""
+        if cuda_graphs.capturing():
+            return  # nothing may be read now
+        self.audit()
         self._reap()
         self.statistics.collect(self.index.tally)
 

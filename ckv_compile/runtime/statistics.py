@@ -31,6 +31,7 @@ class RunStatistics:
     index_lag_seconds: list[float] = dataclasses.field(default_factory=list)  # end of a prefill to its index
     dense_reasons: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)  # steps whose mask or counter was found to be another
     layers: list[LayerPartition] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
