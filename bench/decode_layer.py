@@ -6,7 +6,6 @@ whatever state, is what runs here. Calls are made by the names in the operators'
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -21,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import ckv_compile.backend
-import ckv_compile.runtime.index
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
-from ckv_compile.runtime.index import CommunityIndex
+from ckv_compile.runtime.index import CommunityIndex, channel_scales
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab
 from ckv_compile.testing import capture_call, rewritten
@@ -79,11 +77,12 @@ class DecodeAttention:
     def compile(self, stage: str | None = None, *, interpret: bool = False) -> CompiledStage:
         """The whole step, or one of ``STAGES``. interpret: node by node, without Inductor."""
         if self.geometry.device.type == "cuda":
-            with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module("ckv_compile.lowering")  # registers the kernels
+            importlib.import_module("ckv_compile.lowering")  # registers the kernels
         gm, given, outputs = self.gm, [], []
         if stage is not None:
             gm, given, outputs = _stage(self.gm, STAGES[stage])
+        if self.geometry.device.type == "cuda" and (name := ckv_compile.backend._host_operator(gm.graph)):
+            raise RuntimeError(f"{name} has no kernel yet that a CUDA graph can hold")
         if interpret:
             return CompiledStage(gm.forward, gm, given, outputs)
         fakes = [node.meta["example_value"] for node in graph_edit.placeholders(gm.graph)]
@@ -334,8 +333,7 @@ def fill_index(sequence: Sequence, indexed: int, mean_size: int, seed: int = 0) 
 
 def centroid_bytes(index: CommunityIndex) -> int:
     """Of one community: what scoring it reads."""
-    scale = index.buffers.get("centroid_scale")
-    return index.centroid.shape[-1] * index.centroid.element_size() + (0 if scale is None else scale.element_size())
+    return index.centroid.shape[-1] * index.centroid.element_size() + index.centroid_scale.element_size()
 
 
 def _write_layer(index: CommunityIndex, layer: int, member, start, size, key: Tensor, first: int) -> None:
@@ -348,11 +346,8 @@ def _write_layer(index: CommunityIndex, layer: int, member, start, size, key: Te
     # A mean of s independent keys, without gathering them: normal with variance 1 / s.
     mean = torch.randn(*size.shape, index.shape.centroid_dim, dtype=index.dtype, device=index.device)
     mean *= size.clamp_min(1).rsqrt()[..., None].to(index.dtype)
-    if hasattr(index, "write_centroids"):  # kept as codes
-        index.channel_scale[layer].copy_(ckv_compile.runtime.index.channel_scales(mean, size))
-        index.write_centroids(layer, (slice(None), slice(None), slice(0, used)), mean)
-    else:
-        index.centroid[layer, :, :, :used].copy_(mean)
+    index.channel_scale[layer].copy_(channel_scales(mean, size))
+    index.write_centroids(layer, (slice(None), slice(None), slice(0, used)), mean)
     if "label" in index.buffers:
         slots = torch.arange(tokens, device=index.device).expand(member.shape).contiguous()
         community = torch.searchsorted(_ascending(start, size, tokens), slots, right=True) - 1
