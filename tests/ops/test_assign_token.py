@@ -7,12 +7,13 @@ from ckv_compile.testing import random_index
 assign_token = torch.ops.ckv.assign_token
 SINKS, LAYER, KAPPA = 4, 1, 5
 MUTATED = (
-    "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "label",
-    "community_weight", "total_weight",
+    "centroid", "centroid_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed",
+    "log_community", "label", "community_weight", "total_weight",
 )  # fmt: skip
 STATE = (
-    "centroid", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first", "label",
-    "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma",
+    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
+    "edge_weight", "gamma",
 )  # fmt: skip
 
 
@@ -93,8 +94,12 @@ def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
                 if index.num_communities.shape[2] == 1
                 else (key_new[row, graph * key_new.shape[1] // index.num_communities.shape[2], 0])
             )
-            old = before.centroid[at][community].nan_to_num()
-            torch.testing.assert_close(after.centroid[at][community], (old * old_size + keys) / (old_size + 1))
+            old = before.centroid_mean[at][community].nan_to_num()
+            torch.testing.assert_close(after.centroid_mean[at][community], (old * old_size + keys) / (old_size + 1))
+            mean = after.centroid_mean[at][community][None]
+            code, scale = torch.ops.ckv.encode_centroids(mean, after.channel_scale[at])
+            assert torch.equal(after.centroid[at][community], code[0])
+            assert after.centroid_scale[at][community] == scale[0]
             weights = before.community_weight[at].double().clone()
             weights[number:] = 0
             for j in range(length):
@@ -223,9 +228,9 @@ def test_low_precision_centroid_moves_by_one_rounding():
             at = (LAYER, row, graph)
             c = int(index.label[at][40])
             size = int(index.size[at][c])
-            old = before.centroid[at][c].double().nan_to_num()
+            old = before.centroid_mean[at][c].double().nan_to_num()
             want = (old * (size - 1) + key_new[row, graph, 0].bfloat16().double()) / size
-            error = (index.centroid[at][c].double() - want).abs()
+            error = (index.centroid_mean[at][c].double() - want).abs()
             assert (error <= torch.finfo(torch.bfloat16).eps * want.abs() + 1e-6).all()
 
 

@@ -12,7 +12,7 @@ from ckv_compile.testing import IndexState, nominal_cache, random_cache, random_
 
 ckv = torch.ops.ckv
 BATCH, HEADS, KV_HEADS, DIM, LAYERS = 2, 6, 2, 16, 2
-SINKS, WINDOW, BUDGET, KAPPA = 4, 6, 30, 3
+SINKS, WINDOW, BUDGET, KAPPA, SLOTS = 4, 6, 30, 3, 128
 STATE = tuple(IndexState.__dataclass_fields__)
 NOMINAL = 3
 CHAIN = ("route", "retrieve", "sparse_attention", "assign_token")  # each before the next, layer by layer
@@ -26,14 +26,14 @@ def decode(query, key_new, value_new, length, first, caches, **state):
         key, value = caches[2 * layer], caches[2 * layer + 1]
         new = key_new + hidden[:, ::3]
         ckv.append_kv(key, value, new, value_new, length)
-        ckv.route(
-            hidden, s["centroid"], s["size"], s["num_communities"], s["capacity"], s["scores"], layer, KV_HEADS,
-            KV_HEADS, 0.3, "max", length,
+        shortlist, left_out = ckv.route(
+            hidden, s["centroid"], s["centroid_scale"], s["channel_scale"], s["size"], s["num_communities"],
+            s["capacity"], s["scores"], layer, KV_HEADS, KV_HEADS, 0.3, "max", length, SLOTS,
         )  # fmt: skip
         tokens, count = ckv.retrieve(
-            s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"], s["log_first"],
+            shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"], s["log_first"],
             s["num_communities"], s["n_indexed"], s["capacity"], length, first, s["tally"], layer, BATCH, KV_HEADS,
-            BUDGET, SINKS, WINDOW,
+            BUDGET, SINKS, WINDOW, True,
         )  # fmt: skip
         attended = ckv.sparse_attention(
             hidden, key, value, tokens, count, s["n_indexed"], length, first, None, layer, 0.3, SINKS, WINDOW
@@ -42,8 +42,9 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             hidden, key, tokens, count, s["n_indexed"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA
         )
         ckv.assign_token(
-            neighbor, weight, attended, new, s["centroid"], s["start"], s["stored"], s["size"], s["num_communities"],
-            s["n_indexed"], s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"],
+            neighbor, weight, attended, new, s["centroid"], s["centroid_scale"], s["channel_scale"],
+            s["centroid_mean"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
+            s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"],
             s["edge_neighbor"], s["edge_weight"], s["gamma"], s["capacity"], length, first, layer, KV_HEADS, SINKS, 0.5,
         )  # fmt: skip
         hidden = attended + hidden

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.testing import attended_positions, nominal_state, random_index
+from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.testing import GARBAGE, attended_positions, nominal_state, random_index
 
 retrieve = torch.ops.ckv.retrieve
 SINKS, WINDOW = 4, 6
@@ -11,15 +12,22 @@ STATE = (
 )  # fmt: skip
 
 
-def run(index, length, first, budget, layer=1, sinks=SINKS, window=WINDOW):
+def empty_shortlist(batch, graphs, slots=PROGRAMS):
+    """A shortlist without entries, which left everything out."""
+    left_out = torch.full((batch, graphs, PROGRAMS), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    return torch.zeros(batch, graphs, 3, slots, dtype=torch.int32), left_out
+
+
+def run(index, length, first, budget, layer=1, sinks=SINKS, window=WINDOW, has_log=True):
     batch, graphs = index.num_communities.shape[1:]
     return retrieve(
-        *(index.nominal(name) for name in STATE), index.capacity, torch.tensor([length], dtype=torch.int32),
-        torch.tensor(first, dtype=torch.int32), index.nominal("tally"), layer, batch, graphs, budget, sinks, window,
+        *empty_shortlist(batch, graphs), *(index.nominal(name) for name in STATE), index.capacity,
+        torch.tensor([length], dtype=torch.int32), torch.tensor(first, dtype=torch.int32), index.nominal("tally"),
+        layer, batch, graphs, budget, sinks, window, has_log,
     )  # fmt: skip
 
 
-def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, window=WINDOW):
+def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, window=WINDOW, has_log=True):
     """The definition: communities by score, whole ones while they fit, or the newest of the best."""
     at = (layer, row, graph)
     covered = int(index.n_indexed[layer, row])
@@ -28,16 +36,17 @@ def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, windo
     room = context if budget >= context else budget - len(sink_list) - len(tail)
     scores, sizes = index.scores[row, graph].tolist(), index.size[at].tolist()
     ids = [c for c in range(int(index.num_communities[at])) if scores[c] > -torch.inf and sizes[c] > 0]
-    ids.sort(key=lambda c: (-scores[c], c))
+    ids.sort(key=lambda c: (-scores[c], -c))
 
     def members(c):
         begin, stored = int(index.start[at][c]), int(index.stored[at][c])
         own = index.member[at][begin : begin + stored].tolist()
         log_first = int(index.log_first[layer, row])
-        own += [log_first + e for e in range(covered - log_first) if index.log_community[at][e] == c]
-        return sorted(p for p in own if p not in sink_list and p not in tail)
+        if has_log:
+            own += [log_first + e for e in range(covered - log_first) if index.log_community[at][e] == c]
+        return sorted(own)
 
-    if room <= 0 or not ids:
+    if room <= 0 or not ids or len(sink_list) + len(tail) == context:
         return []
     if sizes[ids[0]] > room:
         return members(ids[0])[-room:]
@@ -91,7 +100,7 @@ def test_best_whole_communities_that_fit_are_listed(budget, length, log_entries)
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (0, 100), (20, 1), (70, 3)])
-def test_sinks_and_window_of_any_size_are_never_listed(sinks, window):
+def test_sinks_and_window_may_have_any_size(sinks, window):
     index, first = case(sinks=min(sinks, 20))
     check(index, 62, first, 40, sinks=sinks, window=window)
 
@@ -100,7 +109,14 @@ def test_community_larger_than_the_budget_gives_its_newest_tokens():
     index, first = case(communities=1, graphs=2)
     tokens, count = check(index, 60, first, 20)
     assert count[0].tolist() == [10, 10]
-    assert tokens[0, 0, :10].tolist() == list(range(45, 55))
+    assert tokens[0, 0, :10].tolist() == list(range(50, 60))  # charged in full, though the tail begins at 55
+
+
+def test_log_is_not_read_without_has_log():
+    index, first = case(log_entries=0)
+    index.log_first.fill_(GARBAGE)
+    for budget in (20, 64, 200):
+        check(index, 60, first, budget, has_log=False)
 
 
 def test_too_big_best_community_beside_one_that_fits():
@@ -109,7 +125,7 @@ def test_too_big_best_community_beside_one_that_fits():
     check(index, 60, first, 18)
 
 
-def test_equal_scores_fall_to_the_smaller_id():
+def test_equal_scores_fall_to_the_larger_id():
     index, first = case()
     index.scores[..., :12] = 0.0
     index.scores[..., 1:12:2] = -0.0
@@ -191,5 +207,9 @@ def test_opcheck():
     arguments = [getattr(index, name) for name in (*STATE, "capacity")]
     first = torch.tensor(first, dtype=torch.int32)
     torch.library.opcheck(
-        retrieve.default, (*arguments, torch.tensor([60]), first, index.tally, 1, 2, 3, 40, SINKS, WINDOW)
-    )
+        retrieve.default,
+        (
+            *empty_shortlist(2, 3), *arguments, torch.tensor([60]), first, index.tally, 1, 2, 3, 40, SINKS, WINDOW,
+            True,
+        ),
+    )  # fmt: skip

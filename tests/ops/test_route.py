@@ -2,16 +2,22 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
+from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.testing import random_index
 
 route = torch.ops.ckv.route
+STATE = ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")
 
 
-def run(query, index, graphs, kv_heads, score="max", layer=1, scale=0.3, length=50):
-    route(
-        query, index.nominal("centroid"), index.nominal("size"), index.nominal("num_communities"), index.capacity,
-        index.nominal("scores"), layer, graphs, kv_heads, scale, score, torch.tensor([length]),
+def call(query, index, graphs, kv_heads, score="max", layer=1, scale=0.3, length=50, slots=1024):
+    return route(
+        query, *(index.nominal(name) for name in STATE), index.capacity, index.nominal("scores"), layer, graphs,
+        kv_heads, scale, score, torch.tensor([length]), slots,
     )  # fmt: skip
+
+
+def run(query, index, *arguments, **options):
+    call(query, index, *arguments, **options)
     return index.scores
 
 
@@ -36,7 +42,8 @@ def oracle(query, index, heads, graphs, score, layer=1, scale=0.3):
             for head in range(heads[0]):
                 if head // (heads[0] // graphs) != graph:
                     continue
-                centroids = index.centroid[layer, row, graph].double()
+                centroids = index.centroid[layer, row, graph].double() * index.channel_scale[layer, row, graph].double()
+                centroids *= index.centroid_scale[layer, row, graph, :, None].double()
                 if graphs == 1:
                     kv_head = head // (heads[0] // heads[1])
                     centroids = centroids[:, kv_head * dim : (kv_head + 1) * dim]
@@ -59,7 +66,7 @@ def test_score_combines_the_heads_of_a_graph(heads, graphs, score):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_centroids_are_scored_in_float32(dtype):
+def test_low_precision_queries_are_scored_in_float32(dtype):
     query, index = case((6, 2), 2, dtype=dtype)
     got = run(query, index, 2, 2).double()
     torch.testing.assert_close(got, oracle(query, index, (6, 2), 2, "max"), atol=2e-6, rtol=1e-5)
@@ -128,6 +135,8 @@ def test_state_behind_a_copied_view_raises():
         ({"score": "best"}, "score must be one of 'max', 'softmax', 'recency', 'random', got 'best'"),
         ({"graphs": 3}, r"num_graphs must be 1, the number of KV heads \(2\) or of query heads \(6\), got 3"),
         ({"kv_heads": 4}, "num_kv_heads must divide the 6 query heads, got 4"),
+        ({"slots": 96}, "slots must be a power of 2 from 64 on, got 96"),
+        ({"slots": 32}, "slots must be a power of 2 from 64 on, got 32"),
     ],
 )
 def test_invalid_argument_is_named(change, message):
@@ -136,10 +145,25 @@ def test_invalid_argument_is_named(change, message):
         run(query, index, **{"graphs": 2, "kv_heads": 2, **change})
 
 
+def test_centroids_of_another_type_are_refused():
+    query, index = case((6, 2), 2)
+    index.centroid = index.centroid.float()
+    with pytest.raises(ValueError, match="centroid must be int8, got torch.float32"):
+        run(query, index, 2, 2)
+
+
+def test_the_reference_lists_nothing_and_says_so():
+    query, index = case((6, 2), 2)
+    shortlist, left_out = call(query, index, 2, 2, slots=256)
+    assert shortlist.shape == (2, 2, 3, 256)
+    assert shortlist[:, :, 2].eq(0).all()
+    assert left_out.shape == (2, 2, PROGRAMS)
+    assert left_out.eq(torch.iinfo(torch.int32).max).all()
+
+
 @pytest.mark.parametrize("score", ["max", "random"])
 def test_opcheck(score):
     query, index = case((6, 2), 2, dim=8)
-    arguments = (index.centroid.nan_to_num(), index.size, index.num_communities, index.capacity)
-    torch.library.opcheck(
-        route.default, (query, *arguments, index.scores.zero_(), 1, 2, 2, 0.3, score, torch.tensor([50]))
-    )
+    state = [getattr(index, name).nan_to_num() for name in STATE]
+    arguments = (query, *state, index.capacity, index.scores.zero_(), 1, 2, 2, 0.3, score, torch.tensor([50]), 128)
+    torch.library.opcheck(route.default, arguments)
