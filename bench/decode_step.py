@@ -134,45 +134,44 @@ class Bench:
             self.model.device,
         )
         fill_slab(slab)
-        dense = ours = sequence = None
-        if "dense" in args.arms:
-            with self.part("dense: compile"):
-                form, attend = fastest_form(contiguous(slab, args.contexts[0]), self.heads, self.device)
-                dense = DenseStep(self.model, attend, compiled=not args.interpret)
-                dense.at(contiguous(slab, args.contexts[0]))()
+        dense, form = self.dense_step(slab) if "dense" in args.arms else (None, "")
+        sequence = ours = None
         if "ours" in args.arms:
             with self.part("ours: compile and capture"):
                 sequence = self.adopt(slab)
                 ours = self.recorded_step(slab, sequence)
-        for context in args.contexts:
-            with self.part(f"steps at {context}"), torch.no_grad():
-                steps, before = {}, {}
-                if dense is not None:
+        for context in [*args.contexts, TINY_CONTEXT]:
+            tiny = context == TINY_CONTEXT
+            steps, before, held = {}, {}, {}
+            if dense is not None:
+                with self.part(f"dense at {context}: capture"):
                     steps["dense"] = capture(dense.at(contiguous(slab, context)), self.device)
-                held = {}
-                if ours is not None:
+            if ours is not None:
+                with self.part(f"ours at {context}: fill the index"):
                     sequence.restart([0], context - 1)
-                    indexed = max(context - 1 - args.tail, context // 2)
-                    held = fill_index(sequence, indexed, self.config.mean_size) | {"indexed": indexed}
+                    if not tiny:
+                        indexed = max(context - 1 - args.tail, context // 2)
+                        held = fill_index(sequence, indexed, self.config.mean_size) | {"indexed": indexed}
                     steps["ours"], before["ours"] = ours, self.length_setter(sequence, context - 1)
+            with self.part(f"steps at {context}"), torch.no_grad():
                 times = interleaved(
                     steps, args.repetitions, self.device, before=before, least_ms=args.least_ms, most_calls=20
                 )
                 for arm, values in times.items():
                     more = {"dense_form": form} if arm == "dense" else held
-                    self.row("step", arm, context=context, **timing(values), **more)
-        with self.part("nonattention"), torch.no_grad():
-            steps, before = {}, {}
-            if dense is not None:
-                steps["dense"] = capture(dense.at(contiguous(slab, TINY_CONTEXT)), self.device)
-            if ours is not None:
-                sequence.restart([0], TINY_CONTEXT - 1)
-                steps["ours"], before["ours"] = ours, self.length_setter(sequence, TINY_CONTEXT - 1)
-            times = interleaved(steps, args.repetitions, self.device, before=before, most_calls=10)
-            for arm, values in times.items():
-                self.row("nonattention", arm, context=TINY_CONTEXT, **timing(values))
+                    self.row("nonattention" if tiny else "step", arm, context=context, **timing(values), **more)
         self.recorder.forget()
         REGISTRY.pool._slabs[:] = [one for one in REGISTRY.pool._slabs if one is not slab]
+
+    def dense_step(self, slab: KVSlab) -> tuple[DenseStep | None, str]:
+        """The compiled dense step and the form of its attention, or None if it does not compile."""
+        with self.part("dense: compile"):
+            context = self.args.contexts[0]
+            form, attend = fastest_form(contiguous(slab, context), self.heads, self.device)
+            dense = DenseStep(self.model, attend, compiled=not self.args.interpret, dynamic=not self.args.dense_static)
+            dense.at(contiguous(slab, context))()
+            return dense, form
+        return None, ""
 
     def adopt(self, slab: KVSlab) -> Sequence:
         """Make the backend know a slab that it did not allocate."""
@@ -260,6 +259,7 @@ class Bench:
             after = ckv_compile.explain(self.model, show=False)
             result["decode_steps"] = after.decode_steps - before.decode_steps
             result["sparse_steps"] = after.sparse_steps - before.sparse_steps
+            result["index_lag_s"] = after.index_lag_seconds[len(before.index_lag_seconds) :]
         return result
 
 
@@ -479,6 +479,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the model has, where memory does not suffice")
     parser.add_argument("--tail", type=int, default=256, help="last tokens that are not indexed, in bare steps")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--dense-static", action="store_true", help="compile the dense step anew for every context")
     parser.add_argument("--generate-context", type=int, default=131072)
     parser.add_argument("--generate-runs", type=int, default=1, help="of each arm, in turns; each is a whole prefill")
     parser.add_argument("--new-tokens", type=int, default=104)

@@ -117,7 +117,7 @@ class FixedLayer(CacheLayerMixin):
 class DenseStep:
     """Decode steps of a model that shares the given model's weights, at any context."""
 
-    def __init__(self, model: torch.nn.Module, form: Callable, *, compiled: bool = True) -> None:
+    def __init__(self, model: torch.nn.Module, form: Callable, *, compiled: bool = True, dynamic: bool = True) -> None:
         def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
             return form(query, key, value).transpose(1, 2), None
 
@@ -130,8 +130,10 @@ class DenseStep:
         for path, module in twin.named_modules():
             for name in list(module._buffers):
                 module._buffers[name] = buffers[f"{path}.{name}".lstrip(".")]
-        self.model, self.device = twin.eval(), model.device
-        self.step = torch.compile(self.model, fullgraph=True) if compiled else self.model
+        self.model, self.device, self.dynamic = twin.eval(), model.device, dynamic
+        self.step = (
+            torch.compile(self.model, fullgraph=True, dynamic=None if dynamic else False) if compiled else self.model
+        )
         self.token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
 
     @torch.no_grad()
@@ -139,7 +141,7 @@ class DenseStep:
         """A step over K and V of layer 0, K and V of layer 1, ... each ``[1, H, n, D]``: what to call, or to capture."""
         tokens = contiguous[0].shape[2]
         position = torch.tensor([tokens - 1], device=self.device)
-        for tensor in contiguous:
+        for tensor in contiguous if self.dynamic else ():
             torch._dynamo.maybe_mark_dynamic(tensor, 2)
         cache = Cache(
             layers=[FixedLayer(k, v, position) for k, v in zip(contiguous[::2], contiguous[1::2], strict=True)]
