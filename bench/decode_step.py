@@ -45,7 +45,7 @@ import ckv_compile.backend
 from bench.decode_layer import fill_index, fill_slab
 from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
 from bench.results_file import write_results
-from bench.timing import capture, interleaved, synchronize, timing
+from bench.timing import capture, interleaved, label_contexts, synchronize, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
 from ckv_compile.runtime.registry import REGISTRY
@@ -463,7 +463,8 @@ def plot(path: Path) -> Path:
             spread = [[m - min(points[c]) for c, m in zip(contexts, middle, strict=True)],
                       [max(points[c]) - m for c, m in zip(contexts, middle, strict=True)]]  # fmt: skip
             axes.errorbar(contexts, middle, spread, fmt=style, label=label, markersize=4, capsize=2)
-    axes.set(xscale="log", ylim=(0, None), xlabel="context, tokens", ylabel="ms per token, median and range")
+    label_contexts(axes, {row["context"] for row in rows if row["kind"] in ("step", "generate")})
+    axes.set(ylim=(0, None), xlabel="context, tokens", ylabel="ms per token, median and range")
     axes.legend(fontsize=8)
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=150)

@@ -39,7 +39,7 @@ from rich.table import Table
 
 from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCache, dense_forms, random_slab
 from bench.results_file import write_results
-from bench.timing import capture, copy_ceiling, interleaved, timing
+from bench.timing import capture, copy_ceiling, interleaved, label_contexts, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
 from ckv_compile.reference.sparse_attention import sparse_attention
@@ -343,9 +343,10 @@ def plot(path: Path) -> Path:
         for context, value in points:
             by_context.setdefault(context, []).append(value * 1e3)
         contexts = sorted(by_context)
-        style = ":" if "floor" in name else "-o" if name.startswith("ours") else "--"
+        style = ":" if "floor" in name else "-o" if name.startswith("ours") else "--x"
         axes.plot(contexts, [statistics.median(by_context[c]) for c in contexts], style, label=name, markersize=3)
     axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="attention of one layer, µs")
+    label_contexts(axes, {row["context"] for row in rows})
     axes.legend(fontsize=7)
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=150)

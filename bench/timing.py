@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -97,3 +97,11 @@ def copy_ceiling(device: str, nbytes: int = 4 << 30) -> float:
     target = torch.empty_like(source)
     best = min(time_calls(lambda: target.copy_(source), 5, device) for _ in range(3))
     return 2 * nbytes / best / 1e9
+
+
+def label_contexts(axes: Any, contexts: Iterable[int]) -> None:
+    """A logarithmic axis whose ticks are these context lengths."""
+    axes.set_xscale("log")
+    ticks = sorted(contexts)
+    axes.set_xticks(ticks, labels=[f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+    axes.minorticks_off()
