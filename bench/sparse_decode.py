@@ -144,7 +144,8 @@ def _reference(step: DecodeAttention, cache: DecodeCache, layer: int, tokens, co
     config, state = cache.config, cache.state
     key, value = (cache.slab.buffer[2 * layer + i].permute(1, 2, 0, 3).to(dtype) for i in range(2))
     return sparse_attention(
-        step.query(layer).to(dtype), key, value, tokens, count, state["n_indexed"], state["length"].clone(), state["first"],
+        step.query(layer).to(dtype), key, value, tokens, count, state["n_indexed"], state["capacity_0"],
+        state["length"].clone(), state["first"],
         step.sink_logits, layer, step.geometry.head_dim**-0.5, config.num_sink_tokens, config.recent_window,
     )  # fmt: skip
 

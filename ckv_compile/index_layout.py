@@ -1,7 +1,8 @@
 """Layout of the index of one cache: what decode graphs read and write, and how large it is.
 
-Every buffer is contiguous. A compiled graph sees a flat nominal view of it and learns the capacities from the int32
-tensor ``capacity`` (communities, tokens, log entries), so that no capacity is compiled in.
+Every buffer is contiguous. A compiled graph sees a flat nominal view of it and learns the capacities from an int32
+tensor ``capacity`` per layer (communities, tokens, log entries, the layer's number), so that no capacity is compiled in
+and the layers share their kernels.
 """
 
 from __future__ import annotations

@@ -98,14 +98,14 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     from ckv_compile.lowering import route as lowering
 
     batch, heads, _, dim = query.shape
-    constants = lowering.constants_of(batch, heads, dim, layer, num_graphs, num_kv_heads, scale, score, slots)
+    constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
     constants = {**constants, **lowering.configs()[0], **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.int32, query.device)
     tensors = dict(
         QUERY=query, CENTROID=state.centroid, CENTROID_SCALE=state.centroid_scale, CHANNEL_SCALE=state.channel_scale,
-        SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity, LENGTH=length, SCORES=state.scores,
+        SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity_of(layer), LENGTH=length, SCORES=state.scores,
         SHORTLIST=shortlist,
     )  # fmt: skip
     if score == "softmax":
@@ -122,14 +122,14 @@ def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budge
     from ckv_compile.lowering import retrieve as lowering
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
-    constants = lowering.constants_of(batch, layer, num_graphs, budget, sinks, window, has_log, slots)
+    constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots)
     constants = {**constants, **lowering.configs(slots)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
     tensors = dict(
         SHORTLIST=shortlist, LEFT_OUT=left_out, SCORES=state.scores, START=state.start, STORED=state.stored,
         SIZE=state.size, MEMBER=state.member, LOG=state.log_community, LOG_FIRST=state.log_first,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, CAPACITY=state.capacity, LENGTH=length, FIRST=first,
+        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, CAPACITY=state.capacity_of(layer), LENGTH=length, FIRST=first,
         TALLY=state.tally, TOKENS=tokens,
     )  # fmt: skip
     grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
@@ -138,22 +138,36 @@ def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budge
 
 
 def sparse_attention(
-    query, key, value, tokens, count, n_indexed, length, first, sink_logits, layer, scale, sinks, window, **tuned
+    query,
+    key,
+    value,
+    tokens,
+    count,
+    n_indexed,
+    capacity,
+    length,
+    first,
+    sink_logits,
+    layer,
+    scale,
+    sinks,
+    window,
+    **tuned,
 ):
     """``ckv::sparse_attention`` by its kernels: ``[B, Hq, 1, Dv]``."""
     from ckv_compile.lowering import sparse_attention as lowering
 
     (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
     constants = lowering.attend_constants(
-        batch, heads, key.shape[1], dim, value_dim, layer, scale, tokens.shape[1], tokens.shape[2], sinks, window
+        batch, heads, key.shape[1], dim, value_dim, scale, tokens.shape[1], tokens.shape[2], sinks, window
     )
     constants = {**constants, **lowering.configs(query.dtype, max(dim, value_dim))[0], **tuned}
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads, value_dim), torch.float32, query.device)
     top, mass = (poisoned((batch, splits, heads), torch.float32, query.device) for _ in range(2))
     tensors = dict(
-        QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first,
-        TOP=top, MASS=mass,
+        QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
+        FIRST=first, TOP=top, MASS=mass,
     )  # fmt: skip
     grid = (splits, batch * constants["LISTS"], 1)
     RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
@@ -162,6 +176,81 @@ def sparse_attention(
     merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
     merged((batch * heads, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
     return out
+
+
+def key_edges(key, tokens, count, n_indexed, length, first, layer, sinks, window, kappa, graphs, **tuned):
+    """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
+    tensors = dict(KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first)
+    return _edges(tensors, key.shape[1], layer, graphs, None, sinks, window, kappa, tuned)
+
+
+def approximate_edges(query, key, tokens, count, n_indexed, length, first, layer, scale, sinks, window, kappa, **tuned):
+    """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
+    tensors = dict(QUERY=query, KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first)
+    return _edges(tensors, query.shape[1], layer, tokens.shape[1], scale, sinks, window, kappa, tuned)
+
+
+def _edges(tensors, heads, layer, graphs, scale, sinks, window, kappa, tuned):
+    from ckv_compile.lowering import edges as lowering
+
+    key = tensors["KEY"]
+    batch, kv_heads, _, dim = key.shape
+    constants = lowering.split_constants(
+        batch, heads, kv_heads, dim, layer, graphs, tensors["TOKENS"].shape[2], sinks, window, kappa, scale
+    )
+    constants = {**constants, **lowering.configs(key.dtype, dim, constants["KEPT"])[0], **tuned}
+    splits, lists = constants["SPLITS"], constants["LISTS"] * constants["HEADS"]
+    statistics = {}
+    if scale is not None:
+        statistics = {n: poisoned((batch, splits, lists), torch.float32, key.device) for n in ("TOP", "MASS")}
+    entries = poisoned((batch, splits, lists, constants["KEPT"]), torch.int64, key.device)
+    grid = (splits, batch * constants["LISTS"], 1)
+    RenderedKernel("edges", ["attended", "order_key"], constants)(grid, {**tensors, **statistics}, entries)
+    neighbor = poisoned((batch, lists, kappa), torch.int32, key.device)
+    weight = poisoned((batch, lists, kappa), torch.float32, key.device)
+    constants = {**lowering.merge_constants(constants, kappa), **lowering.merge_configs()[0]}
+    merge = RenderedKernel("merge_edges", [], constants)
+    merge((batch * lists, 1, 1), dict(EDGES=entries, **statistics, WEIGHT=weight), neighbor)
+    return neighbor, weight
+
+
+def assign_token(neighbor, weight, key_new, state, length, first, layer, num_graphs, sinks, lam):
+    """``ckv::assign_token`` by its kernels. state: an ``IndexState``, which is changed."""
+    from ckv_compile.lowering import assign_token as lowering
+
+    batch, lists, kappa = neighbor.shape
+    plans = lowering.plan_constants(batch, num_graphs, lists, kappa, layer, sinks, lam)
+    entries = plans["BLOCK_L"] * plans["BLOCK_K"]
+    plan = poisoned((batch, num_graphs), torch.int32, neighbor.device)
+    scratch = dict(
+        COMMUNITY=poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
+        INCREMENT=poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
+        SUMS=poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
+    )
+    shared = dict(
+        LABEL=state.label, COMMUNITY_WEIGHT=state.community_weight, TOTAL=state.total_weight,
+        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, LOG_FIRST=state.log_first, CAPACITY=state.capacity_of(layer),
+        LENGTH=length,
+    )  # fmt: skip
+    grid = (batch * num_graphs, 1, 1)
+    tensors = dict(
+        NEIGHBOR=neighbor, WEIGHT=weight, GAMMA=state.gamma, FIRST=first, EDGE_NEIGHBOR=state.edge_neighbor,
+        EDGE_WEIGHT=state.edge_weight,
+    )  # fmt: skip
+    RenderedKernel("plan_token", [], {**plans, **lowering.plan_configs(plans)[0]})(
+        grid, {**shared, **tensors, **scratch}, plan
+    )
+    commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], layer, entries)
+    tensors = dict(
+        PLAN=plan, KEY_NEW=key_new, CHANNEL_SCALE=state.channel_scale, CENTROID=state.centroid,
+        CENTROID_SCALE=state.centroid_scale, CENTROID_MEAN=state.centroid_mean, START=state.start, STORED=state.stored,
+        SIZE=state.size, LOG=state.log_community,
+    )  # fmt: skip
+    assigned = poisoned((batch,), torch.int32, neighbor.device)
+    RenderedKernel("assign_token", [], {**commits, **lowering.commit_configs()[0]})(
+        grid, {**shared, **tensors, **scratch}, assigned
+    )
+    return assigned
 
 
 def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:

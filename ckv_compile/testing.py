@@ -79,6 +79,10 @@ class IndexState:
     def nominal(self, name: str) -> Tensor:
         return nominal_state(getattr(self, name))
 
+    def capacity_of(self, layer: int) -> Tensor:
+        """What graphs get for a layer: the capacities and the layer's number."""
+        return torch.cat([self.capacity, torch.tensor([layer], dtype=torch.int32, device=self.capacity.device)])
+
     def clone(self) -> IndexState:
         return IndexState(**{f.name: getattr(self, f.name).clone() for f in dataclasses.fields(self)})
 

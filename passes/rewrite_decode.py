@@ -100,7 +100,8 @@ def _fake_state(graph: fx.Graph, sites: list[AttentionSite], config: CommunityCo
                     fakes[f"{kind}_{layer}"] = slab.permute(1, 2, 0, 3)
             fakes["length"] = torch.empty(1, dtype=torch.int32, device=device)
         fakes["first"] = torch.empty(batch, dtype=torch.int32, device=device)
-        fakes["capacity"] = torch.empty(3, dtype=torch.int32, device=device)
+        for layer in range(len(sites)):
+            fakes[f"capacity_{layer}"] = torch.empty(4, dtype=torch.int32, device=device)
         for name, kind in state_dtypes(config, dtype).items():
             fakes[name] = torch.empty(NOMINAL_STATE, dtype=kind, device=device)
     return fakes
@@ -120,6 +121,7 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
     sinks, window = config.num_sink_tokens, config.recent_window
     score = {"communities": config.score, "streaming": "recency", "random": "random"}[config.policy]
     batch = site.query.meta["example_value"].shape[0]
+    capacity = state[f"capacity_{layer}"]
     new: list[fx.Node] = []
     with graph.inserting_before(site.node):
         call = graph.call_function
@@ -131,20 +133,19 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
             batch = size
         routed = call(
             ckv.route.default,
-            (site.query, *(state[n] for n in ("centroid", "centroid_scale", "channel_scale", "size", "num_communities", "capacity",
-                                              "scores")),
-             layer, graphs, groups, site.scale, score, length, shortlist_slots(config)),
+            (site.query, *(state[n] for n in ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")),
+             capacity, state["scores"], layer, graphs, groups, site.scale, score, length, shortlist_slots(config)),
         )  # fmt: skip
         shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
         retrieved = call(
             ckv.retrieve.default,
             (shortlist, left_out, *(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
-                                  "num_communities", "n_indexed", "capacity")),
-             length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window,
+                                  "num_communities", "n_indexed")),
+             capacity, length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window,
              assigns_tokens(config)),
         )  # fmt: skip
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
-        attended = (tokens, count, state["n_indexed"], length, state["first"])
+        attended = (tokens, count, state["n_indexed"], capacity, length, state["first"])
         out = call(
             ckv.sparse_attention.default,
             (site.query, key, value, *attended, site.sink_logits, layer, site.scale, sinks, window),
@@ -168,7 +169,7 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
         )
     neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
     names = ("centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
-             "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma", "capacity")  # fmt: skip
+             "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma")  # fmt: skip
     assigned = call(
         ckv.assign_token.default,
         (
@@ -177,6 +178,7 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
             out,
             site.key_new,
             *(state[n] for n in names),
+            state[f"capacity_{layer}"],
             length,
             state["first"],
             layer,

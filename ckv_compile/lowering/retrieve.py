@@ -49,15 +49,15 @@ def retrieve(
         *fixed(shortlist, left_out, scores, *lists), *log,
         *fixed(num_communities, n_indexed, capacity, length, first), tally, tokens,
     ]  # fmt: skip
-    constants = constants_of(batch, layer, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots)
+    constants = constants_of(batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots)
     count = template(inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots))
     return [tokens, count]
 
 
 def constants_of(
-    batch: int, layer: int, graphs: int, budget: int, sinks: int, window: int, has_log: bool, slots: int
+    batch: int, graphs: int, budget: int, sinks: int, window: int, has_log: bool, slots: int
 ) -> dict[str, Any]:
     return dict(
-        BATCH=batch, GRAPHS=graphs, LAYER=layer, BUDGET=budget, SINKS=sinks, WINDOW=window, SLOTS=slots,
+        BATCH=batch, GRAPHS=graphs, BUDGET=budget, SINKS=sinks, WINDOW=window, SLOTS=slots,
         PROGRAMS=PROGRAMS, HAS_LOG=has_log,
     )  # fmt: skip

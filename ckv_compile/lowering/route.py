@@ -36,7 +36,7 @@ def route(
         )  # fmt: skip
     batch, heads, _, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
-    constants = constants_of(batch, heads, dim, layer, num_graphs, num_kv_heads, scale, score, slots)
+    constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
     index = fixed(size, num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.int32)
@@ -55,13 +55,13 @@ def route(
 
 
 def constants_of(
-    batch: int, heads: int, dim: int, layer: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int
+    batch: int, heads: int, dim: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int
 ) -> dict[str, Any]:
     """The template's constants; one graph over several KV heads reads its centroids in as many parts."""
     parts = kv_heads if graphs == 1 else 1
     return dict(
-        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, LAYER=layer, SM_SCALE=scale,
+        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, SM_SCALE=scale,
         BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
-        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=1024, BISECTIONS=14,
+        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=256, BISECTIONS=20,
         SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
     )  # fmt: skip

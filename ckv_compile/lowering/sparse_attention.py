@@ -31,25 +31,25 @@ def num_splits(lists: int) -> int:
 
 @register_lowering(_op, type_promotion_kind=None)
 def sparse_attention(
-    query: Any, key: Any, value: Any, tokens: Any, count: Any, n_indexed: Any, length: Any, first: Any,
-    sink_logits: Any | None, layer: int, scale: float, num_sink_tokens: int, recent_window: int,
+    query: Any, key: Any, value: Any, tokens: Any, count: Any, n_indexed: Any, capacity: Any, length: Any,
+    first: Any, sink_logits: Any | None, layer: int, scale: float, num_sink_tokens: int, recent_window: int,
 ) -> Any:  # fmt: skip
     device = query.get_device()
     if device.type != "cuda":
         return fallback_handler(_op)(
-            query, key, value, tokens, count, n_indexed, length, first, sink_logits, layer, scale, num_sink_tokens,
+            query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale, num_sink_tokens,
             recent_window,
         )  # fmt: skip
     batch, heads, _, dim = static_size(query)
     _, graphs, budget = static_size(tokens)
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
     attends = attend_constants(
-        batch, heads, kv_heads, dim, value_dim, layer, scale, graphs, budget, num_sink_tokens, recent_window
+        batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, num_sink_tokens, recent_window
     )
     splits = attends["SPLITS"]
     top = empty([batch, splits, heads], torch.float32, device)
     mass = empty([batch, splits, heads], torch.float32, device)
-    inputs = [*fixed(query, key, value, tokens, count, n_indexed, length, first), top, mass]
+    inputs = [*fixed(query, key, value, tokens, count, n_indexed, capacity, length, first), top, mass]
     total = attend(
         inputs, ([batch, splits, heads, value_dim], torch.float32), [top, mass], attends,
         configs(query.get_dtype(), max(dim, value_dim)),
@@ -61,7 +61,7 @@ def sparse_attention(
 
 
 def attend_constants(
-    batch: int, heads: int, kv_heads: int, dim: int, value_dim: int, layer: int, scale: float, graphs: int, budget: int,
+    batch: int, heads: int, kv_heads: int, dim: int, value_dim: int, scale: float, graphs: int, budget: int,
     sinks: int, window: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The split kernel's constants; where there are more graphs than KV heads, or fewer, the larger number of lists."""
@@ -69,7 +69,7 @@ def attend_constants(
     return dict(
         BATCH=batch, LISTS=lists, GRAPHS=graphs, KV_HEADS=kv_heads, HEADS=heads // lists, D=dim, DV=value_dim,
         BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_DV=max(16, next_power_of_2(value_dim)),
-        BLOCK_H=max(16, next_power_of_2(heads // lists)), BUDGET=budget, LAYER=layer, SM_SCALE=scale,
+        BLOCK_H=max(16, next_power_of_2(heads // lists)), BUDGET=budget, SM_SCALE=scale,
         SPLITS=num_splits(batch * lists), SINKS=sinks, WINDOW=window,
     )  # fmt: skip
 

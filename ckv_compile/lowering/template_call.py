@@ -67,9 +67,11 @@ def static_size(node: Any) -> list[int]:
 
 def fixed(*nodes: Any) -> list[Any]:
     """The nodes in memory, their layouts decided: templates read strides."""
-    realized = [ir.ExternKernel.realize_input(node) for node in realize_inputs(*nodes)] if len(nodes) > 1 else [
-        ir.ExternKernel.realize_input(realize_inputs(*nodes))
-    ]
+    realized = (
+        [ir.ExternKernel.realize_input(node) for node in realize_inputs(*nodes)]
+        if len(nodes) > 1
+        else [ir.ExternKernel.realize_input(realize_inputs(*nodes))]
+    )
     for node in realized:
         try:
             node.freeze_layout()

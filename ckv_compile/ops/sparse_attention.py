@@ -43,6 +43,7 @@ def _sparse_attention(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     sink_logits: Tensor | None,
@@ -55,8 +56,8 @@ def _sparse_attention(
 
     _check(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
     return sparse_attention(
-        query, key, value, tokens, count, n_indexed, length, first, sink_logits, layer, scale, num_sink_tokens,
-        recent_window,
+        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale,
+        num_sink_tokens, recent_window,
     )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def _sparse_attention_fake(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     sink_logits: Tensor | None,
@@ -81,7 +83,7 @@ def _sparse_attention_fake(
 
 register_op(
     "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
-    "Tensor length, Tensor first, Tensor? sink_logits, int layer, float scale, int num_sink_tokens, "
+    "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, int layer, float scale, int num_sink_tokens, "
     "int recent_window) -> Tensor",
     _sparse_attention,
     _sparse_attention_fake,

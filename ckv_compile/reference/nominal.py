@@ -50,8 +50,8 @@ def layer_state(nominal: Tensor, layer: int, shape: tuple[int, ...], name: str) 
 
 
 def capacities(capacity: Tensor) -> tuple[int, int, int]:
-    """(communities, tokens, log entries) that every graph of the index has room for."""
-    communities, tokens, log_entries = capacity.tolist()
+    """(communities, tokens, log entries) that every graph of the index has room for; the layer's number follows."""
+    communities, tokens, log_entries = capacity.tolist()[:3]
     return communities, tokens, log_entries
 
 

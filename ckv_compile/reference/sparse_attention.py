@@ -26,6 +26,7 @@ def sparse_attention(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     sink_logits: Tensor | None,

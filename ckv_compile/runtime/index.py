@@ -12,6 +12,7 @@ import torch
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_STATE, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.runtime.transfer import to_device
 
 
 class CommunityIndex:
@@ -24,9 +25,10 @@ class CommunityIndex:
             name: torch.zeros(shape.of(name), dtype=kind, device=device)
             for name, kind in state_dtypes(config, dtype).items()
         }
-        self.capacity = torch.tensor([shape.communities, shape.tokens, shape.log], dtype=torch.int32, device=device)
+        sizes = [[shape.communities, shape.tokens, shape.log, layer] for layer in range(shape.layers)]
+        self.capacity = torch.tensor(sizes, dtype=torch.int32, device=device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
-        self.nominal["capacity"] = self.capacity
+        self.nominal |= {f"capacity_{layer}": row for layer, row in enumerate(self.capacity)}
         self._ordered: dict[tuple[str, ...], list[torch.Tensor]] = {}
         # Host mirrors, per layer: communities in use, and the (tokens, communities) at which each block ended.
         self.used = [0] * shape.layers
@@ -145,7 +147,7 @@ class CommunityIndex:
             self.centroid_mean[layer][place].copy_(mean)
 
     def _device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 def channel_scales(mean: torch.Tensor, size: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,20 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             BUDGET, SINKS, WINDOW, True,
         )  # fmt: skip
         attended = ckv.sparse_attention(
-            hidden, key, value, tokens, count, s["n_indexed"], length, first, None, layer, 0.3, SINKS, WINDOW
+            hidden,
+            key,
+            value,
+            tokens,
+            count,
+            s["n_indexed"],
+            s["capacity"],
+            length,
+            first,
+            None,
+            layer,
+            0.3,
+            SINKS,
+            WINDOW,
         )
         neighbor, weight = ckv.approximate_edges(
             hidden, key, tokens, count, s["n_indexed"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA

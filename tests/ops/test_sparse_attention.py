@@ -7,6 +7,7 @@ from ckv_compile.reference import attended
 from ckv_compile.testing import GARBAGE, attended_positions, nominal_cache, nominal_state, random_cache
 
 sparse_attention = torch.ops.ckv.sparse_attention
+CAPACITY = torch.zeros(4, dtype=torch.int32)  # the operator takes the number of the layer as an argument
 SINKS, WINDOW, LAYER = 4, 6, 1
 
 
@@ -38,7 +39,7 @@ class Case:
     def run(self, sink_logits=None, scale=0.3):
         return sparse_attention(
             self.query, nominal_cache(self.key), nominal_cache(self.value, 2), self.tokens, self.count,
-            nominal_state(self.n_indexed), torch.tensor([self.length], dtype=torch.int32),
+            nominal_state(self.n_indexed), CAPACITY, torch.tensor([self.length], dtype=torch.int32),
             torch.tensor(self.first, dtype=torch.int32), sink_logits, LAYER, scale, SINKS, WINDOW,
         )  # fmt: skip
 
@@ -219,6 +220,6 @@ def test_opcheck(sinks):
         sparse_attention.default,
         (
             case.query, case.key.nan_to_num(), case.value.nan_to_num(), case.tokens, case.count, case.n_indexed,
-            torch.tensor([case.length]), torch.tensor(case.first, dtype=torch.int32), sinks, LAYER, 0.3, SINKS, WINDOW,
+            CAPACITY, torch.tensor([case.length]), torch.tensor(case.first, dtype=torch.int32), sinks, LAYER, 0.3, SINKS, WINDOW,
         ),
     )  # fmt: skip
