@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
 import threading
@@ -31,6 +30,7 @@ from ckv_compile.runtime import cuda_graphs, jobs, publication
 from ckv_compile.runtime.index import CommunityIndex
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
+from ckv_compile.runtime.transfer import Arriving, with_arrays
 
 log = logging.getLogger(__name__)
 _identifiers = itertools.count(1)
@@ -273,9 +273,11 @@ class Sequence:
             if self.config.policy == "communities":
                 neighbors = self._block_neighbors(key, start, stop)
             else:
-                neighbors = np.zeros((self.batch, self.shape.graphs, stop - start, 0), np.int32)
+                neighbors = torch.zeros(self.batch, self.shape.graphs, stop - start, 0, dtype=torch.int32)
             first = [max(0, row + self.config.num_sink_tokens - start) for row in self.first]
-            self._submit(layer, start, stop, jobs.partition_block, neighbors, first, self.config, self.memory, layer)
+            self._submit(
+                layer, start, stop, jobs.partition_block, Arriving(neighbors), first, self.config, self.memory, layer
+            )
 
     def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
         edges = self.edges[layer]
@@ -310,7 +312,7 @@ class Sequence:
 
         assert len(first) == batch
         ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
-            functools.partial(function), *args, description=(layer, start, stop), fallback=pages, on_done=done
+            with_arrays(function), *args, description=(layer, start, stop), fallback=pages, on_done=done
         )
         with self._pending_lock:
             self.pending.add(ticket)
@@ -324,19 +326,18 @@ class Sequence:
         for ticket in answered:
             self.statistics.partition_seconds += ticket.cpu_seconds
 
-    def _block_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
+    def _block_neighbors(self, key: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         config = self.config
-        found = torch.ops.ckv.key_neighbors(
+        return torch.ops.ckv.key_neighbors(
             key, self.first_host, start, stop, config.kappa, config.num_sink_tokens, config.graph_aggregation == "layer"
         )
-        return found.to("cpu").numpy()
 
     def _key_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
         """Key neighbours of positions ``start .. stop - 1`` inside blocks, as absolute positions."""
         pieces = []
         for begin in range(start, stop, self.config.block_size):
             end = min(begin + self.config.block_size, stop)
-            found = self._block_neighbors(key, begin, end)
+            found = self._block_neighbors(key, begin, end).to("cpu").numpy()
             pieces.append(np.where(found >= 0, found + begin, found).astype(np.int32))
         return np.concatenate(pieces, axis=2)
 

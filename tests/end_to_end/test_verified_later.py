@@ -129,7 +129,11 @@ def test_a_cropped_cache_is_read_again(interpreted, model, cache_class):
 
         logits = [call(30, 1, 0)]
         logits += [call(1, length, length) for length in range(30, 40)]
-        cache.crop(-6)
+        if hasattr(cache.layers[0], "crop"):
+            cache.crop(-6)
+        else:  # transformers 5.17 has no crop for static caches
+            for layer in cache.layers:
+                layer.cumulative_length.sub_(6)
         return logits + [call(1, length + 50, length) for length in range(34, 44)]
 
     module = compiled(model, append_block=16, block_size=64)
