@@ -44,7 +44,7 @@ class Stub:
 
 def _plan(cache: Cache, layers: int, parameters: int, masked: bool, config: CommunityConfig) -> RewritePlan:
     geometry = AttentionGeometry(layers, HEADS, HEADS, DIM, torch.float32, torch.device("cpu"))
-    index = ["first", "capacity", *state_dtypes(config, torch.float32)]
+    index = ["first", *(f"capacity_{layer}" for layer in range(layers)), *state_dtypes(config, torch.float32)]
     given = list(range(parameters, parameters + 2 * layers))
     common = {"phase": "decode", "cache": cache, "geometry": geometry, "names": ["layer"] * layers}
     if cache is Cache.STATIC:

@@ -219,7 +219,8 @@ def _outputs(gm: fx.GraphModule, plan: RewritePlan) -> list[tuple[int, int | Non
     """Tensors that a rewritten graph returns, each with the input (of dynamo's) of which it may be a view."""
     inputs = graph_edit.placeholders(gm.graph)
     outputs = []
-    for position, node in enumerate(graph_edit.output_node(gm.graph).args[0]):
+    returned: Any = graph_edit.output_node(gm.graph).args[0]
+    for position, node in enumerate(returned):
         if isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor):
             owner = memory_owner(node)
             kept = inputs.index(owner) if owner.op == "placeholder" else None

@@ -85,7 +85,8 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
 
 def _options(module: OptimizedModule) -> dict[str, Any]:
     """The options that torch.compile was given."""
-    wrapper = innermost_backend(module.dynamo_ctx.callback)
+    callback = module.dynamo_ctx.callback
+    wrapper = innermost_backend(callback) if callable(callback) else None
     return getattr(wrapper, "kwargs", {}).get("options") or {}
 
 

@@ -193,8 +193,10 @@ class Sequence:
 
     def remember_counter(self, counter: torch.Tensor | None) -> None:
         """counter: the tensor that counts the tokens of a static cache, as our call left it."""
-        usable = counter is not None and not counter.is_inference()
-        self._counter = (weakref.ref(counter), counter._version) if usable else None
+        if counter is None or counter.is_inference():
+            self._counter = None
+        else:
+            self._counter = weakref.ref(counter), counter._version
 
     def knows_counter(self, counter: torch.Tensor) -> bool:
         """Whether nobody wrote to the counter since our call, so that it holds ``length``."""

@@ -8,6 +8,7 @@ again when nobody but the pool holds a view of its storage, which the storage's 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -40,7 +41,7 @@ class KVSlab:
         with torch._C._AutoDispatchBelowAutograd():
             return list(self.buffer.narrow(1, 0, length).permute(0, 2, 3, 1, 4).unbind(0))
 
-    def holds(self, tensors: list[torch.Tensor], length: int) -> bool:
+    def holds(self, tensors: Sequence[torch.Tensor], length: int) -> bool:
         """Whether ``tensors`` are exactly ``views(length)``: not some of the rows, nor every other token."""
         first = self.nominal[0]
         shape, strides = (*first.shape[:2], length, first.shape[3]), first.stride()
