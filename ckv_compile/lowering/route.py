@@ -11,7 +11,7 @@ from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.route.default
-RUN = 8  # communities with consecutive ids that a program takes together: 1 KiB of centroids at head_dim 128
+RUN = 4  # communities with consecutive ids that a program takes together: 512 bytes of centroids at head_dim 128
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1), "order_key")
 
@@ -19,7 +19,7 @@ template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * met
 def configs() -> list[Config]:
     return [
         dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages)
-        for block, stages, warps in ((64, 3, 4), (64, 3, 2), (128, 3, 4), (64, 4, 4), (32, 3, 2))
+        for block, stages, warps in ((64, 3, 2), (64, 3, 4), (128, 3, 4), (128, 3, 8), (32, 3, 2))
     ]
 
 
