@@ -178,25 +178,32 @@ def sparse_attention(
     return out
 
 
-def key_edges(key, tokens, count, n_indexed, length, first, layer, sinks, window, kappa, graphs, **tuned):
+def key_edges(key, tokens, count, n_indexed, capacity, length, first, sinks, window, kappa, graphs, **tuned):
     """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first)
-    return _edges(tensors, key.shape[1], layer, graphs, None, sinks, window, kappa, tuned)
+    tensors = dict(
+        KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length, FIRST=first
+    )
+    return _edges(tensors, key.shape[1], graphs, None, sinks, window, kappa, tuned)
 
 
-def approximate_edges(query, key, tokens, count, n_indexed, length, first, layer, scale, sinks, window, kappa, **tuned):
+def approximate_edges(
+    query, key, tokens, count, n_indexed, capacity, length, first, scale, sinks, window, kappa, **tuned
+):  # fmt: skip
     """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(QUERY=query, KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, LENGTH=length, FIRST=first)
-    return _edges(tensors, query.shape[1], layer, tokens.shape[1], scale, sinks, window, kappa, tuned)
+    tensors = dict(
+        QUERY=query, KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
+        FIRST=first,
+    )  # fmt: skip
+    return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
 
 
-def _edges(tensors, heads, layer, graphs, scale, sinks, window, kappa, tuned):
+def _edges(tensors, heads, graphs, scale, sinks, window, kappa, tuned):
     from ckv_compile.lowering import edges as lowering
 
     key = tensors["KEY"]
     batch, kv_heads, _, dim = key.shape
     constants = lowering.split_constants(
-        batch, heads, kv_heads, dim, layer, graphs, tensors["TOKENS"].shape[2], sinks, window, kappa, scale
+        batch, heads, kv_heads, dim, graphs, tensors["TOKENS"].shape[2], sinks, window, kappa, scale
     )
     constants = {**constants, **lowering.configs(key.dtype, dim, constants["KEPT"])[0], **tuned}
     splits, lists = constants["SPLITS"], constants["LISTS"] * constants["HEADS"]
@@ -219,7 +226,7 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
     from ckv_compile.lowering import assign_token as lowering
 
     batch, lists, kappa = neighbor.shape
-    plans = lowering.plan_constants(batch, num_graphs, lists, kappa, layer, sinks, lam)
+    plans = lowering.plan_constants(batch, num_graphs, lists, kappa, sinks, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
     plan = poisoned((batch, num_graphs), torch.int32, neighbor.device)
     scratch = dict(
@@ -229,8 +236,8 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
     )
     shared = dict(
         LABEL=state.label, COMMUNITY_WEIGHT=state.community_weight, TOTAL=state.total_weight,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, LOG_FIRST=state.log_first, CAPACITY=state.capacity_of(layer),
-        LENGTH=length,
+        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, LOG_FIRST=state.log_first,
+        CAPACITY=state.capacity_of(layer), LENGTH=length,
     )  # fmt: skip
     grid = (batch * num_graphs, 1, 1)
     tensors = dict(
@@ -240,7 +247,7 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
     RenderedKernel("plan_token", [], {**plans, **lowering.plan_configs(plans)[0]})(
         grid, {**shared, **tensors, **scratch}, plan
     )
-    commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], layer, entries)
+    commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], entries)
     tensors = dict(
         PLAN=plan, KEY_NEW=key_new, CHANNEL_SCALE=state.channel_scale, CENTROID=state.centroid,
         CENTROID_SCALE=state.centroid_scale, CENTROID_MEAN=state.centroid_mean, START=state.start, STORED=state.stored,

@@ -4,6 +4,16 @@ On other devices, and where a template does not apply, a lowering calls the oper
 """
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
-from ckv_compile.lowering import append_kv, retrieve, route, sparse_attention
+from ckv_compile.lowering import (
+    append_kv,
+    approximate_edges,
+    assign_token,
+    key_edges,
+    retrieve,
+    route,
+    sparse_attention,
+)
 
-__all__ = ["append_kv", "retrieve", "route", "sparse_attention"]
+__all__ = [
+    "append_kv", "approximate_edges", "assign_token", "key_edges", "retrieve", "route", "sparse_attention",
+]  # fmt: skip

@@ -41,6 +41,7 @@ def _approximate_edges(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     layer: int,
@@ -53,8 +54,9 @@ def _approximate_edges(
 
     _check(query, key, tokens, count, length, first, num_sink_tokens, recent_window, kappa)
     return approximate_edges(
-        query, key, tokens, count, n_indexed, length, first, layer, scale, num_sink_tokens, recent_window, kappa
-    )
+        query, key, tokens, count, n_indexed, capacity, length, first, layer, scale, num_sink_tokens, recent_window,
+        kappa,
+    )  # fmt: skip
 
 
 def _approximate_edges_fake(
@@ -63,6 +65,7 @@ def _approximate_edges_fake(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     layer: int,
@@ -77,8 +80,9 @@ def _approximate_edges_fake(
 
 
 register_op(
-    "approximate_edges(Tensor query, Tensor key, Tensor tokens, Tensor count, Tensor n_indexed, Tensor length, "
-    "Tensor first, int layer, float scale, int num_sink_tokens, int recent_window, int kappa) -> (Tensor, Tensor)",
+    "approximate_edges(Tensor query, Tensor key, Tensor tokens, Tensor count, Tensor n_indexed, Tensor capacity, "
+    "Tensor length, Tensor first, int layer, float scale, int num_sink_tokens, int recent_window, int kappa) "
+    "-> (Tensor, Tensor)",
     _approximate_edges,
     _approximate_edges_fake,
 )

@@ -48,6 +48,7 @@ def _key_edges(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     layer: int,
@@ -60,7 +61,7 @@ def _key_edges(
 
     _check(key, tokens, count, length, first, num_sink_tokens, recent_window, kappa, num_graphs)
     return key_edges(
-        key, tokens, count, n_indexed, length, first, layer, num_sink_tokens, recent_window, kappa, num_graphs
+        key, tokens, count, n_indexed, capacity, length, first, layer, num_sink_tokens, recent_window, kappa, num_graphs
     )
 
 
@@ -69,6 +70,7 @@ def _key_edges_fake(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     layer: int,
@@ -83,8 +85,8 @@ def _key_edges_fake(
 
 
 register_op(
-    "key_edges(Tensor key, Tensor tokens, Tensor count, Tensor n_indexed, Tensor length, Tensor first, int layer, "
-    "int num_sink_tokens, int recent_window, int kappa, int num_graphs) -> (Tensor, Tensor)",
+    "key_edges(Tensor key, Tensor tokens, Tensor count, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
+    "int layer, int num_sink_tokens, int recent_window, int kappa, int num_graphs) -> (Tensor, Tensor)",
     _key_edges,
     _key_edges_fake,
 )

@@ -32,6 +32,7 @@ def approximate_edges(
     tokens: Tensor,
     count: Tensor,
     n_indexed: Tensor,
+    capacity: Tensor,
     length: Tensor,
     first: Tensor,
     layer: int,

@@ -5,6 +5,7 @@ import ckv_compile.ops  # noqa: F401
 from ckv_compile.testing import attended_positions, nominal_cache, nominal_state, random_cache
 
 approximate_edges = torch.ops.ckv.approximate_edges
+CAPACITY = torch.zeros(4, dtype=torch.int32)  # the operator takes the number of the layer as an argument
 SINKS, WINDOW, LAYER = 4, 6, 1
 GROUPINGS = [((3, 3), 3), ((6, 3), 3), ((8, 2), 2), ((7, 1), 1), ((6, 2), 1), ((6, 2), 6)]
 
@@ -28,7 +29,7 @@ def case(heads=(6, 2), graphs=2, first=(0, 5), n_indexed=(60, 47), length=60, dt
 
 def run(query, key, tokens, count, n_indexed, length, first, kappa=4, scale=0.3):
     return approximate_edges(
-        query, nominal_cache(key), tokens, count, nominal_state(n_indexed), torch.tensor([length]),
+        query, nominal_cache(key), tokens, count, nominal_state(n_indexed), CAPACITY, torch.tensor([length]),
         torch.tensor(first, dtype=torch.int32), LAYER, scale, SINKS, WINDOW, kappa,
     )  # fmt: skip
 
@@ -90,5 +91,5 @@ def test_kappa_below_one_raises():
 
 def test_opcheck():
     query, key, tokens, count, state, length, first = case(dim=8)
-    arguments = (torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, 0.3, SINKS, WINDOW, 4)
+    arguments = (CAPACITY, torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, 0.3, SINKS, WINDOW, 4)
     torch.library.opcheck(approximate_edges.default, (query, key.nan_to_num(), tokens, count, state, *arguments))

@@ -52,7 +52,7 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             WINDOW,
         )
         neighbor, weight = ckv.approximate_edges(
-            hidden, key, tokens, count, s["n_indexed"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA
+            hidden, key, tokens, count, s["n_indexed"], s["capacity"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA
         )
         ckv.assign_token(
             neighbor, weight, attended, new, s["centroid"], s["centroid_scale"], s["channel_scale"],

@@ -5,6 +5,7 @@ import ckv_compile.ops  # noqa: F401
 from ckv_compile.testing import attended_positions, nominal_cache, nominal_state, random_cache
 
 key_edges = torch.ops.ckv.key_edges
+CAPACITY = torch.zeros(4, dtype=torch.int32)  # the operator takes the number of the layer as an argument
 SINKS, WINDOW, LAYER = 4, 6, 1
 
 
@@ -26,7 +27,7 @@ def case(heads=2, graphs=2, first=(0, 5), n_indexed=(60, 47), length=60, dim=80)
 
 def run(key, tokens, count, n_indexed, length, first, kappa=4):
     return key_edges(
-        nominal_cache(key), tokens, count, nominal_state(n_indexed), torch.tensor([length]),
+        nominal_cache(key), tokens, count, nominal_state(n_indexed), CAPACITY, torch.tensor([length]),
         torch.tensor(first, dtype=torch.int32), LAYER, SINKS, WINDOW, kappa, tokens.shape[1],
     )  # fmt: skip
 
@@ -81,5 +82,5 @@ def test_graphs_per_query_head_raise():
 
 def test_opcheck():
     key, tokens, count, state, length, first = case(dim=8)
-    arguments = (torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, SINKS, WINDOW, 4, 2)
+    arguments = (CAPACITY, torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, SINKS, WINDOW, 4, 2)
     torch.library.opcheck(key_edges.default, (key.nan_to_num(), tokens, count, state, *arguments))
