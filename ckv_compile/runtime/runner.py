@@ -7,7 +7,8 @@ On CUDA a decode step never waits for the device. Its mask is read at the first 
 crop; at later ones it is verified on the device (``step_check``), and a mask that breaks the rule raises RuntimeError a
 step or more later. A step that the caller captures with ``torch.cuda.graph`` is launched as it is, unverified: what it
 needs must be there from a step before. No code of ours runs when the caller replays it, so the index stays as it was
-and new tokens are attended behind it; the first call after that looks at everything again.
+and new tokens are attended behind it, and the caller must not replay more steps than the cache has room for; calls after
+that look at everything again.
 """
 
 from __future__ import annotations
