@@ -15,7 +15,7 @@ from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_roo
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
-PROGRAMS = 32  # parts of the communities that list their best separately (``ckv::route``)
+PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
 INDEX_STATE: dict[str, torch.dtype | None] = {
@@ -51,10 +51,8 @@ def assigns_tokens(config: CommunityConfig) -> bool:
 
 
 def shortlist_slots(config: CommunityConfig) -> int:
-    """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 32 to 128 a part."""
-    wanted = -(-config.budget // (config.mean_size * PROGRAMS))
-    quota = 1 << ((4 if wanted <= 16 else 2) * wanted - 1).bit_length()
-    return PROGRAMS * max(32, min(128, quota))
+    """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 32 or 64 a part."""
+    return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -99,10 +99,10 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
 
     batch, heads, _, dim = query.shape
     constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
-    constants = {**constants, **lowering.configs()[0], **tuned}
+    constants = {**constants, **lowering.configs(score)[0], **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
-    left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.int32, query.device)
+    left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
     tensors = dict(
         QUERY=query, CENTROID=state.centroid, CENTROID_SCALE=state.centroid_scale, CHANNEL_SCALE=state.channel_scale,
         SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity_of(layer), LENGTH=length, SCORES=state.scores,
@@ -111,9 +111,9 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     if score == "softmax":
         shape = (batch, heads, constants["PROGRAMS"])
         top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
-        RenderedKernel("route", ["order_key"], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
+        RenderedKernel("route", [], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
         tensors |= dict(TOP=top, MASS=mass)
-    RenderedKernel("route", ["order_key"], constants)(grid, tensors, left_out)
+    RenderedKernel("route", [], constants)(grid, tensors, left_out)
     return shortlist, left_out
 
 
@@ -133,7 +133,7 @@ def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budge
         TALLY=state.tally, TOKENS=tokens,
     )  # fmt: skip
     grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
-    RenderedKernel("retrieve", ["attended", "order_key"], constants)(grid, tensors, count)
+    RenderedKernel("retrieve", ["attended"], constants)(grid, tensors, count)
     return tokens, count
 
 
@@ -212,7 +212,7 @@ def _edges(tensors, heads, graphs, scale, sinks, window, kappa, tuned):
         statistics = {n: poisoned((batch, splits, lists), torch.float32, key.device) for n in ("TOP", "MASS")}
     entries = poisoned((batch, splits, lists, constants["KEPT"]), torch.int64, key.device)
     grid = (splits, batch * constants["LISTS"], 1)
-    RenderedKernel("edges", ["attended", "order_key"], constants)(grid, {**tensors, **statistics}, entries)
+    RenderedKernel("edges", ["attended"], constants)(grid, {**tensors, **statistics}, entries)
     neighbor = poisoned((batch, lists, kappa), torch.int32, key.device)
     weight = poisoned((batch, lists, kappa), torch.float32, key.device)
     constants = {**lowering.merge_constants(constants, kappa), **lowering.merge_configs()[0]}

@@ -14,7 +14,7 @@ _op = torch.ops.ckv.append_kv.default
 
 @register_lowering(_op, type_promotion_kind=None)
 def append_kv(key: Any, value: Any, key_new: Any, value_new: Any, length: Any) -> None:
-    if key.get_device().type != "cuda":
+    if key.get_device().type != "cuda" or length.get_device().type != "cuda":  # prefill knows its length on the host
         return fallback_handler(_op)(key, value, key_new, value_new, length)
     for cache, new in ((key, key_new), (value, value_new)):
         _store(cache, new, length)

@@ -9,9 +9,9 @@ import torch
 from ckv_compile.lowering.sparse_attention import num_splits
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2
 
-NO_ENTRY = -(2**63 - 1)  # below every entry of a list: score's order key * 2**32 + position
+NO_ENTRY = -(2**63 - 1)  # below every entry of a list
 
-split = Template("edges", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended", "order_key")
+split = Template("edges", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended")
 merge = Template("merge_edges", lambda meta: (meta["BATCH"] * meta["LISTS"], 1, 1))
 
 

@@ -16,14 +16,13 @@ template = Template(
     "retrieve",
     lambda meta: (meta["PARTS"] + meta["HAS_LOG"], meta["BATCH"] * meta["GRAPHS"], 1),
     "attended",
-    "order_key",
 )
 
 
 def configs(slots: int) -> list[Config]:
     return [
         dict(PARTS=parts, OWN=slots // parts, BLOCK_J=16, num_warps=warps, num_stages=1)
-        for parts, warps in ((32, 4), (16, 4), (32, 8), (16, 8), (64, 4))
+        for parts, warps in (((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8)))
     ]
 
 

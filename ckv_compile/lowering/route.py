@@ -13,12 +13,14 @@ from ckv_compile.lowering.template_call import Config, Template, empty, fixed, n
 _op = torch.ops.ckv.route.default
 RUN = 4  # communities with consecutive ids that a program takes together: 512 bytes of centroids at head_dim 128
 
-template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1), "order_key")
+template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
 
-def configs() -> list[Config]:
+def configs(score: str) -> list[Config]:
+    """The second pass of score "softmax" holds more per program, so it gets more warps."""
+    least = 4 if score == "softmax" else 2
     return [
-        dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages)
+        dict(BLOCK_C=block, STAGES=stages, num_warps=max(least, warps), num_stages=stages)
         for block, stages, warps in ((64, 3, 2), (64, 3, 4), (128, 3, 4), (128, 3, 8), (32, 3, 2))
     ]
 
@@ -39,19 +41,19 @@ def route(
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
     index = fixed(size, num_communities, capacity)
     (scores,) = fixed(scores)
-    left_out = ([batch, num_graphs, PROGRAMS], torch.int32)
+    left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
     if score in ("recency", "random"):
         inputs = [*index, *fixed(length), scores, shortlist]
-        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs())]
+        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs(score))]
     inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
     if score == "softmax":
         mass = empty([batch, heads, PROGRAMS], torch.float32, device)
         top = template(
-            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, configs()
+            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, configs(score)
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
-    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs())]
+    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs(score))]
 
 
 def constants_of(
@@ -62,6 +64,6 @@ def constants_of(
     return dict(
         BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, SM_SCALE=scale,
         BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
-        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=256, BISECTIONS=20,
+        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=256, ATTEMPTS=24,
         SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """``ckv::route``: score every community for every row and graph of a decode step, and shortlist the best.
 
 The shortlist is what spares ``retrieve`` from looking at every score. ``PROGRAMS`` parts of the communities each list
-their best; how many is for the implementation to decide, and the largest key that a part left out says so.
+their best; how many is for the implementation to decide, and the largest score that a part left out says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _shortlist(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tens
     batch = query.shape[0]
     return (
         query.new_empty((batch, num_graphs, 3, slots), dtype=torch.int32),
-        query.new_empty((batch, num_graphs, PROGRAMS), dtype=torch.int32),
+        query.new_empty((batch, num_graphs, PROGRAMS), dtype=torch.float32),
     )
 
 
@@ -65,7 +65,7 @@ def _route(
         num_kv_heads, scale, score, length,
     )  # fmt: skip
     shortlist, left_out = _shortlist(query, num_graphs, slots)
-    return shortlist.zero_(), left_out.fill_(torch.iinfo(torch.int32).max)  # nothing is listed
+    return shortlist.zero_(), left_out.fill_(torch.inf)  # nothing is listed
 
 
 def _route_fake(
