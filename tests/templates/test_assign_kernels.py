@@ -7,11 +7,12 @@ import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile import rendered
-from ckv_compile.testing import nominal_cache, random_cache, random_index
+from ckv_compile.testing import IndexState, nominal_cache, random_cache, random_index
 
 ckv = torch.ops.ckv
 SINKS, WINDOW, LAYER = 4, 6, 1
 CAPACITY = torch.tensor([0, 0, 0, LAYER], dtype=torch.int32)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels; the operators run on the CPU
 ASSIGN_STATE = (
     "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
@@ -21,6 +22,10 @@ ASSIGN_STATE = (
 
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
 
 
 def attended_case(
@@ -50,9 +55,10 @@ def both_key_edges(case, kappa, **tuned):
         nominal_cache(key.double()), tokens, count, state.flatten()[:1], CAPACITY, length, first, LAYER, SINKS, WINDOW,
         kappa, tokens.shape[1],
     )  # fmt: skip
-    return exact, rendered.key_edges(
-        key, tokens, count, state, CAPACITY, length, first, SINKS, WINDOW, kappa, tokens.shape[1], **tuned
+    found = rendered.key_edges(
+        *on_device(key, tokens, count, state, CAPACITY, length, first), SINKS, WINDOW, kappa, tokens.shape[1], **tuned
     )
+    return exact, [tensor.cpu() for tensor in found]
 
 
 def both_approximate_edges(query, case, kappa, scale=0.2, **tuned):
@@ -61,9 +67,10 @@ def both_approximate_edges(query, case, kappa, scale=0.2, **tuned):
         query.double(), nominal_cache(key.double()), tokens, count, state.flatten()[:1], CAPACITY, length, first, LAYER,
         scale, SINKS, WINDOW, kappa,
     )  # fmt: skip
-    return exact, rendered.approximate_edges(
-        query, key, tokens, count, state, CAPACITY, length, first, scale, SINKS, WINDOW, kappa, **tuned
+    found = rendered.approximate_edges(
+        *on_device(query, key, tokens, count, state, CAPACITY, length, first), scale, SINKS, WINDOW, kappa, **tuned
     )
+    return exact, [tensor.cpu() for tensor in found]
 
 
 def assert_same_edges(exact, found):
@@ -71,24 +78,26 @@ def assert_same_edges(exact, found):
     torch.testing.assert_close(found[1], exact[1].float(), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kappa", [1, 5, 32])
-@pytest.mark.parametrize(("heads", "graphs"), [(3, 3), (3, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "graphs", "kappa"), [(3, 3, 5), (3, 1, 5), (1, 1, 1), (1, 1, 2), (1, 1, 7), (2, 2, 8), (1, 1, 32)]
+)
 def test_key_edges(heads, graphs, kappa):
     assert_same_edges(*both_key_edges(attended_case(heads, graphs), kappa, SPLITS=4))
 
 
-@pytest.mark.parametrize("kappa", [1, 5, 32])
-@pytest.mark.parametrize(("heads", "kv_heads", "graphs"), [(6, 3, 3), (6, 3, 6), (6, 3, 1), (2, 2, 2), (16, 1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "graphs", "kappa"),
+    [(6, 3, 3, 5), (6, 3, 6, 3), (6, 3, 1, 5), (2, 2, 2, 1), (1, 1, 1, 2), (16, 1, 1, 8), (1, 1, 1, 32)],
+)
 def test_approximate_edges(heads, kv_heads, graphs, kappa):
     query = torch.randn(2, heads, 1, 64, generator=torch.Generator().manual_seed(1))
     assert_same_edges(*both_approximate_edges(query, attended_case(kv_heads, graphs), kappa, SPLITS=4))
 
 
-@pytest.mark.parametrize("layout", ["slab", "static"])
-@pytest.mark.parametrize("dim", [64, 96, 128])
-def test_edges_of_half_precision_keys(dim, layout):
-    case = attended_case(2, 2, dim=dim, dtype=torch.float16, layout=layout)
-    query = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(1)).half()
+@pytest.mark.parametrize(("dim", "layout"), [(64, "slab"), (96, "static"), (128, "slab"), (256, "static")])
+def test_edges_of_any_precision(dim, layout, dtype):
+    case = attended_case(2, 2, dim=dim, dtype=dtype, layout=layout)
+    query = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert_same_edges(*both_key_edges(case, 8, SPLITS=2))
     assert_same_edges(*both_approximate_edges(query, case, 8, SPLITS=2))
 
@@ -162,14 +171,15 @@ def check_assignment(case, length=40, lam=0.5):
         neighbor, weight, key_new, key_new, *(expected.nominal(name) for name in ASSIGN_STATE), expected.capacity,
         int32(length), first, LAYER, graphs, SINKS, lam,
     )  # fmt: skip
-    done = rendered.assign_token(neighbor, weight, key_new, index, int32(length), first, LAYER, graphs, SINKS, lam)
+    changed = IndexState(**{f.name: getattr(index, f.name).to(DEVICE) for f in dataclasses.fields(index)})
+    neighbor, weight, key_new, first, at = on_device(neighbor, weight, key_new, first, int32(length))
+    done = rendered.assign_token(neighbor, weight, key_new, changed, at, first, LAYER, graphs, SINKS, lam)
     for field in dataclasses.fields(index):
+        getattr(index, field.name).copy_(getattr(changed, field.name))
         found, wanted = getattr(index, field.name), getattr(expected, field.name)
         if field.name in ("community_weight", "total_weight", "centroid_mean", "centroid_scale"):
-            half = found.dtype == torch.float16
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-3 if half else 2e-6, atol=1e-4 if half else 1e-6, equal_nan=True
-            )
+            rtol = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
+            torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-6 if rtol == 2e-6 else 1e-4, equal_nan=True)
         elif field.name == "centroid":
             assert (found.int() - wanted.int()).abs().max() <= 1
             assert (found != wanted).sum() <= 2
@@ -291,9 +301,9 @@ def test_full_log_and_full_labels():
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_means_of_half_precision(dim):
-    check_assignment(assign_case(dim=dim, dtype=torch.float16))
-    check_assignment(assign_case(graphs=1, dim=dim, dtype=torch.float16))
+def test_means_of_any_precision(dim, dtype):
+    check_assignment(assign_case(dim=dim, dtype=dtype))
+    check_assignment(assign_case(graphs=1, dim=dim, dtype=dtype))
 
 
 def test_first_token_of_an_empty_index():

@@ -1,0 +1,80 @@
+"""The CUDA code of a graph whose layers assign the new token: kernels only, in order, and no state is copied."""
+
+import re
+
+import pytest
+import torch
+
+import ckv_compile.lowering  # noqa: F401
+from ckv_compile.fake_cuda import generated_code
+from ckv_compile.index_layout import ASSIGN_STATE, INDEX_STATE
+
+ckv = torch.ops.ckv
+BATCH, HEADS, KV_HEADS, DIM, LAYERS, SINKS, WINDOW, KAPPA, SLOTS = 2, 8, 2, 64, 2, 4, 16, 8, 1024
+ASSIGNED = (
+    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
+    "edge_weight", "gamma",
+)  # fmt: skip
+
+
+def code_of(source: str, graphs: int) -> tuple[list[str], str]:
+    """The templates that run, each by the name of its first argument, and the text of the wrapper's body."""
+    kinds = {name: kind or torch.bfloat16 for name, kind in (INDEX_STATE | ASSIGN_STATE).items()}
+
+    def arguments():
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(*shape, device="cuda", dtype=dtype)
+
+        caches = [empty(128, BATCH, KV_HEADS, DIM).permute(1, 2, 0, 3) for _ in range(2 * LAYERS)]
+        small = [empty(1, dtype=torch.int32), empty(BATCH, dtype=torch.int32)]
+        small += [empty(4, dtype=torch.int32) for _ in range(LAYERS)]
+        state = [empty(1, dtype=kind) for kind in kinds.values()]
+        return [empty(BATCH, HEADS, 1, DIM), empty(BATCH, KV_HEADS, 1, DIM), *small, *caches, *state]
+
+    def step(query, new, length, first, *rest):
+        capacities, caches = rest[:LAYERS], rest[LAYERS : 3 * LAYERS]
+        s = dict(zip(kinds, rest[3 * LAYERS :], strict=True))
+        for layer in range(LAYERS):
+            capacity, key, value = capacities[layer], caches[2 * layer], caches[2 * layer + 1]
+            ckv.append_kv(key, value, new, new, length)
+            shortlist, left_out = ckv.route(
+                query, s["centroid"], s["centroid_scale"], s["channel_scale"], s["size"], s["num_communities"],
+                capacity, s["scores"], layer, graphs, KV_HEADS, 0.1, "max", length, SLOTS,
+            )  # fmt: skip
+            tokens, count = ckv.retrieve(
+                shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"],
+                s["log_first"], s["num_communities"], s["n_indexed"], capacity, length, first, s["tally"], layer,
+                BATCH, graphs, 256, SINKS, WINDOW, True,
+            )  # fmt: skip
+            attended = (tokens, count, s["n_indexed"], capacity, length, first)
+            out = ckv.sparse_attention(query, key, value, *attended, None, layer, 0.1, SINKS, WINDOW)
+            if source == "keys":
+                edges = ckv.key_edges(key, *attended, layer, SINKS, WINDOW, KAPPA, graphs)
+            else:
+                edges = ckv.approximate_edges(query, key, *attended, layer, 0.1, SINKS, WINDOW, KAPPA)
+            ckv.assign_token(
+                *edges, out, new, *(s[name] for name in ASSIGNED), capacity, length, first, layer, graphs, SINKS, 0.5
+            )
+            query, new = out + 1, new * 2
+        length.add_(1)
+        return query
+
+    code = generated_code(step, arguments)
+    kernels, call = code[: code.index("def call(")], code[code.index("def call(") :]
+    first = {}  # first argument of each template's kernel
+    for text in kernels.split("async_compile.triton('")[1:]:
+        found = re.search(r"'arg_(\w+)'", text)
+        if found:
+            first[text.split("'")[0]] = found[1]
+    return [first[name] for name in re.findall(r"(\w+)\.run\(", call) if name in first], call
+
+
+@pytest.mark.parametrize(("source", "graphs"), [("attention", 2), ("attention", 8), ("keys", 2), ("keys", 1)])
+def test_layers_run_kernels_only_and_nothing_is_copied(source, graphs):
+    launches, call = code_of(source, graphs)
+    assert "ops.ckv" not in call
+    first = {"attention": "QUERY", "keys": "KEY"}[source]
+    assert launches == ["QUERY", "SHORTLIST", "QUERY", "TOTAL", first, "EDGES", "NEIGHBOR", "PLAN"] * LAYERS
+    # Copies of one-element state would be the only ones of that size.
+    assert not re.search(r"empty_strided_cuda\(\(1, ?\)", call)
