@@ -1,0 +1,184 @@
+"""The kernels of ``ckv::sparse_attention`` against attention in float64, on caches that are NaN outside of what is read."""
+
+import math
+
+import pytest
+import torch
+
+import ckv_compile.ops  # noqa: F401
+from ckv_compile import rendered
+from ckv_compile.testing import GARBAGE, attended_positions, random_cache
+
+SINKS, WINDOW, LAYER, SCALE = 4, 6, 1, 0.3
+SMALL = {"SPLITS": 4, "BLOCK_N": 16}
+
+
+class Case:
+    def __init__(
+        self, device, heads=(4, 2), graphs=2, first=(0, 5), n_indexed=(90, 71), length=93, dim=64, value_dim=None,
+        dtype=torch.float32, layout="slab", listed=40, seed=0,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        batch, value_dim = len(first), value_dim or dim
+        self.first, self.length, self.covered = list(first), length, list(n_indexed)
+        cache = (batch, heads[1], length + 9)
+        used = (self.first, length + 1, dtype, layout)
+        self.query = torch.randn(batch, heads[0], 1, dim, generator=generator).to(device, dtype)
+        self.key = random_cache(*cache, dim, *used, seed + 1).to(device)
+        self.value = random_cache(*cache, value_dim, *used, seed + 2).to(device)
+        self.n_indexed = torch.tensor([[GARBAGE] * batch, self.covered], dtype=torch.int32, device=device)
+        self.tokens = torch.full((batch, graphs, listed + 5), GARBAGE, dtype=torch.int32)
+        self.count = torch.zeros(batch, graphs, dtype=torch.int32)
+        for row in range(batch):
+            low = self.first[row] + SINKS
+            high = max(low, min(self.covered[row], length + 1 - WINDOW))
+            for graph in range(graphs):
+                size = min(listed - 7 * graph % listed, high - low)
+                own = torch.randperm(high - low, generator=generator)[:size].tolist()
+                own = [p + low for p in own]
+                if size > 4:  # members of a community that are sinks, or in the tail
+                    own[1], own[3] = self.first[row], length
+                self.tokens[row, graph, :size] = torch.tensor(own, dtype=torch.int32)
+                self.count[row, graph] = size
+        self.tokens, self.count = self.tokens.to(device), self.count.to(device)
+
+    def run(self, sink_logits=None, **tuned):
+        device, lists = self.query.device, self.n_indexed
+        capacity = torch.tensor([GARBAGE, GARBAGE, GARBAGE, LAYER], dtype=torch.int32, device=device)
+        return rendered.sparse_attention(
+            self.query, self.key[:, :, :1], self.value[:, :, :2], self.tokens, self.count, lists, capacity,
+            torch.tensor([self.length], dtype=torch.int32, device=device),
+            torch.tensor(self.first, dtype=torch.int32, device=device), sink_logits, LAYER, SCALE, SINKS, WINDOW,
+            **{**SMALL, **tuned},
+        )  # fmt: skip
+
+    def oracle(self, sink_logits=None):
+        (batch, heads, _, _), kv_heads, graphs = self.query.shape, self.key.shape[1], self.tokens.shape[1]
+        out = torch.zeros(batch, heads, 1, self.value.shape[3], dtype=torch.float64)
+        query, key, value = (t.cpu().double() for t in (self.query, self.key, self.value))
+        for row in range(batch):
+            for head in range(heads):
+                graph, kv_head = head * graphs // heads, head * kv_heads // heads
+                listed = self.tokens[row, graph, : self.count[row, graph]].tolist()
+                span = (self.covered[row], self.length, self.first[row], SINKS, WINDOW)
+                positions = sum(attended_positions(listed, *span), [])
+                if not positions:
+                    continue
+                scores = key[row, kv_head, positions] @ query[row, head, 0] * SCALE
+                norm = torch.logsumexp(scores, 0)
+                if sink_logits is not None:
+                    norm = torch.logaddexp(norm, sink_logits[head].cpu().double())
+                out[row, head, 0] = torch.exp(scores - norm) @ value[row, kv_head, positions]
+        return out
+
+    def check(self, sink_logits=None, **tuned):
+        got, want = self.run(sink_logits, **tuned).cpu(), self.oracle(sink_logits)
+        assert got.dtype == self.query.dtype
+        assert got.isfinite().all()
+        allowed = 1e-6 if got.dtype == torch.float32 else 0.75 * torch.finfo(got.dtype).eps
+        assert (got.double() - want).norm() <= allowed * want.norm()
+        return got
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
+def test_groups_of_any_size(device, group):
+    Case(device, (group, 1), 1).check()
+
+
+@pytest.mark.parametrize("graphs", [2, 6, 1], ids=["group", "head", "layer"])
+def test_a_graph_per_group_head_or_layer(device, graphs):
+    Case(device, (6, 2), graphs).check()
+
+
+@pytest.mark.parametrize("layout", ["slab", "static"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(80, 80), (96, 96), (128, 128), (256, 256), (64, 128), (128, 80)])
+def test_every_head_dim(device, dim, value_dim, layout):
+    Case(device, (2, 1), 1, dim=dim, value_dim=value_dim, layout=layout).check()
+
+
+@pytest.mark.parametrize("n_indexed", [(90, 71), (0, 0)])
+def test_every_dtype(device, dtype, n_indexed):
+    Case(device, n_indexed=n_indexed, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -3.0, 0.0, 5.0, math.inf])
+@pytest.mark.parametrize("n_indexed", [(90, 71), (0, 0)])
+def test_sink_logit_is_a_key_without_a_value(device, n_indexed, sink):
+    sinks = torch.full((4,), sink, device=device)
+    sinks[1] = 0.25
+    Case(device, n_indexed=n_indexed).check(sinks)
+
+
+@pytest.mark.parametrize(
+    ("first", "n_indexed", "length"),
+    [
+        ((0, 0), (0, 0), 0),  # one token
+        ((0, 5), (0, 0), 150),  # everything is tail
+        ((0, 3), (5, 6), 5),  # the tail begins among the sinks
+        ((0, 61), (0, 0), 60),  # a row of padding
+        ((0, 40), (300, 41), 300),
+        ((0, 62), (200, 200), 200),
+    ],
+)
+def test_rows_of_any_coverage(device, first, n_indexed, length):
+    Case(device, first=first, n_indexed=n_indexed, length=length).check()
+
+
+@pytest.mark.parametrize("listed", [1, 15, 16, 17, 63, 64, 65, 130])
+def test_lists_around_the_size_of_blocks_and_splits(device, listed):
+    Case(device, (2, 1), 1, first=(3,), n_indexed=(200,), length=203, listed=listed).check()
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_any_number_of_splits_and_blocks(device, splits):
+    case = Case(device, first=(0,), n_indexed=(90,))
+    case.check(SPLITS=splits)
+    case.check(SPLITS=splits, BLOCK_N=32)
+
+
+def test_entries_beyond_count_and_outside_of_the_context_are_ignored(device):
+    case = Case(device)
+    for stray in (-1, -GARBAGE, 0, SINKS - 1, case.length, case.length + 1, GARBAGE):
+        case.tokens[0, 0, case.count[0, 0]] = stray
+        case.count[0, 0] += 1 if case.count[0, 0] < case.tokens.shape[2] - 1 else 0
+    case.check()
+
+
+def test_count_beyond_the_list_is_cut(device):
+    case = Case(device)
+    case.tokens[0, 0, case.count[0, 0] :] = -1
+    case.count[0, 0] = case.tokens.shape[2] + 100
+    case.check()
+
+
+def test_large_and_equal_scores(device):
+    case = Case(device)
+    case.key[:, :, 8] *= 200
+    case.check()
+    case.query.zero_()
+    case.check()
+
+
+def test_default_configuration(device):
+    case = Case(device, (4, 1), 1, first=(3,), n_indexed=(200,), length=260, dim=128, listed=120)
+    case.check(SPLITS=64, BLOCK_N=32)
+
+
+def test_equal_inputs_give_equal_bits(device):
+    case = Case(device)
+    assert torch.equal(case.run(), case.run())
+
+
+def test_tokens_beyond_2_to_the_31_elements_are_read(device):
+    """They lie far apart in a buffer that is mostly untouched."""
+    case = Case(device, (2, 1), 1, first=(0,), n_indexed=(40,), length=43, dtype=torch.float16)
+    stride = (1 << 31) // 30 + 64
+    size = stride * 52 + 64
+    buffers = []
+    for tensor in (case.key, case.value):
+        buffer = torch.empty(size, dtype=tensor.dtype, device=device)  # not written: no memory is used on a CPU
+        view = buffer.as_strided((1, 1, 53, 64), (size, size, stride, 1))
+        view[:, :, : tensor.shape[2]] = tensor
+        buffers.append(view)
+    case.key, case.value = buffers
+    case.check()
