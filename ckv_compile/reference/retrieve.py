@@ -47,8 +47,8 @@ def retrieve(
     int32 [L, B, G, N] and the log entries e with log_community[e] == c (flat [L, B, G, E]), which stand for position
     log_first + e (flat [L, B]); the log holds n_indexed - log_first entries, if has_log. num_communities: flat int32
     [L, B, G].
-    tally: flat int64 [L, 2], to which the tokens that the budget was charged for (listed, sinks and tail) and the
-    tokens in context are added, per row and graph.
+    tally: flat int64 [L, 2], to which the tokens that the budget was charged for (listed, sinks and tail; at most the
+    context) and the tokens in context are added, per row and graph.
     Returns tokens int32 [B, G, budget], of which the first count (int32 [B, G]) are meant, in a repeatable order.
     """
     device = scores.device
@@ -113,7 +113,9 @@ def retrieve(
         tokens[..., : found.shape[2]] = torch.where(present, found, -1)
 
     context = sum(span.stop - span.first for span in spans) * num_graphs
-    attended = sum(mandatory) * num_graphs + int(count.sum())
+    charged = count.cpu() + torch.tensor(mandatory, dtype=torch.int32)[:, None]
+    contexts = torch.tensor([span.stop - span.first for span in spans], dtype=torch.int32)[:, None]
+    attended = int(torch.minimum(charged, contexts).sum())
     layer_state(tally, layer, (2,), "tally").add_(torch.tensor([attended, context], device=tally.device))
     return tokens, count
 
