@@ -99,7 +99,7 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
 
     batch, heads, _, dim = query.shape
     constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
-    constants = {**constants, **lowering.configs(score)[0], **tuned}
+    constants = {**constants, **lowering.configs(score, constants["PARTS"], dim)[0], **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)

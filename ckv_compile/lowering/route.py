@@ -16,8 +16,14 @@ RUN = 4  # communities with consecutive ids that a program takes together: 512 b
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
 
-def configs(score: str) -> list[Config]:
-    """The second pass of score "softmax" holds more per program, so it gets more warps."""
+def configs(score: str, parts: int = 1, dim: int = 128) -> list[Config]:
+    """The second pass of score "softmax" holds more per program, so it gets more warps.
+
+    Centroids of several parts are that much wider: fewer at a time, or they would not fit shared memory.
+    """
+    if parts > 1:
+        block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)
+        return [dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages) for warps in (4, 8)]
     least = 4 if score == "softmax" else 2
     return [
         dict(BLOCK_C=block, STAGES=stages, num_warps=max(least, warps), num_stages=stages)
@@ -39,21 +45,22 @@ def route(
     batch, heads, _, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
+    tuned = configs(score, constants["PARTS"], dim)
     index = fixed(size, num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
     if score in ("recency", "random"):
         inputs = [*index, *fixed(length), scores, shortlist]
-        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs(score))]
+        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
     inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
     if score == "softmax":
         mass = empty([batch, heads, PROGRAMS], torch.float32, device)
         top = template(
-            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, configs(score)
+            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, tuned
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
-    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, configs(score))]
+    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
 
 
 def constants_of(

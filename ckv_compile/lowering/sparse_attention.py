@@ -16,10 +16,11 @@ merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1,
 
 
 def configs(dtype: torch.dtype, dim: int) -> list[Config]:
-    """Blocks of 64 keys; fewer where their bytes would not fit the registers."""
+    """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more."""
+    least = 8 if dtype.itemsize == 4 else 4
     block = 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
     return [
-        dict(BLOCK_N=block, LIST_STAGES=lists, TAIL_STAGES=tail, num_warps=warps, num_stages=tail)
+        dict(BLOCK_N=block, LIST_STAGES=lists, TAIL_STAGES=tail, num_warps=max(least, warps), num_stages=tail)
         for lists, tail, warps in ((1, 2, 4), (2, 2, 4), (1, 3, 4), (1, 2, 8))
     ]
 

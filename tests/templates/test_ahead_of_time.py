@@ -1,0 +1,149 @@
+"""Every template in its default configuration compiles for each architecture, spills nothing and fits shared memory.
+
+The compiler runs in a process of its own (this file as a script), since this one may interpret kernels.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = {80: 163, 90: 227, 100: 227}  # KiB that a program may use
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """One per architecture, side by side."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    running = {}
+    for architecture in SHARED:
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (read when the process is over)
+        command = [sys.executable, __file__, str(architecture)]
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        running[architecture] = (process, output)
+    yield running
+    for process, output in running.values():
+        process.kill()
+        process.wait()
+        output.close()
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+def test_default_configurations_spill_nothing_and_fit(processes, architecture):
+    process, output = processes[architecture]
+    status = process.wait()
+    output.seek(0)
+    text = output.read()
+    assert status == 0, text[-3000:]
+    print(text)
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert {kernel["kernel"] for kernel in found} >= {"route", "retrieve", "sparse_attention", "merge_splits", "edges"}
+    assert [kernel for kernel in found if kernel["spilled"]] == []
+    assert [kernel for kernel in found if kernel["shared"] > SHARED[architecture] * 1024] == []
+
+
+# ---------------------------------------------------------------------- what the process does
+
+POINTERS = {
+    "LEFT_OUT": "fp32", "CENTROID": "i8", "CENTROID_SCALE": "fp32", "CHANNEL_SCALE": "fp32", "SCORES": "fp32",
+    "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "EDGES": "i64", "WEIGHT": "fp32",
+    "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
+}  # fmt: skip
+OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "CENTROID_MEAN", "SINK_LOGITS"}  # the others are int32
+
+
+def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
+    """Registers, spilled bytes and bytes of shared memory of one kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler import ASTSource
+
+    from ckv_compile.rendered import RenderedKernel
+
+    kernel = RenderedKernel(name, helpers, constants)
+    tensors, names = {*kernel.arguments, "OUT"}, kernel.names()
+    types = {n: "*" + (dtype if n in OF_THE_CACHE else POINTERS.get(n, "i32")) for n in kernel.arguments}
+    types["OUT"] = "*" + output
+    unit = [n for n in names if n.startswith("stride_") and n.endswith("_3")]  # head_dim is innermost
+    signature = {n: "constexpr" if n in unit else types.get(n, "i32") for n in names}
+    aligned = {n for n in names if n in tensors or (n.startswith("stride_") and n not in unit)}
+    source = ASTSource(
+        fn=kernel.kernel,
+        signature=signature,
+        constexprs={(names.index(n),): 1 for n in unit},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(result.asm["ptx"])
+        file.flush()
+        command = [get_ptxas(architecture).path, "-v", f"--gpu-name={sm_arch_from_capability(architecture)}", file.name]
+        text = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", text)))
+    return {"registers": registers, "spilled": spilled, "shared": result.metadata.shared}
+
+
+def kernels():
+    """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
+    from ckv_compile.lowering import assign_token, edges, retrieve, route, sparse_attention
+
+    def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16"):
+        constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048)
+        constants |= route.configs(score, constants["PARTS"], dim)[0]
+        label = f"D={dim} {score} {dtype} graphs={graphs}"
+        if score == "softmax":
+            yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
+        yield label, "route", [], constants, "fp32", dtype
+
+    def attended(dim, dtype, heads=32, kv_heads=8):
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        label = f"D={dim} {dtype} heads={heads}/{kv_heads}"
+        constants = sparse_attention.attend_constants(1, heads, kv_heads, dim, dim, 0.1, kv_heads, 4096, 10, 64)
+        constants |= sparse_attention.configs(torch_dtype, dim)[0]
+        yield label, "sparse_attention", ["attended"], constants, "fp32", dtype
+        merges = sparse_attention.merge_constants(1, heads, dim, constants["SPLITS"], has_sinks=True)
+        yield label, "merge_splits", [], {**merges, "num_warps": 4, "num_stages": 1}, dtype, dtype
+
+    def listed(slots, has_log):
+        constants = retrieve.constants_of(1, 8, 4096, 10, 64, has_log, slots) | retrieve.configs(slots)[0]
+        yield f"slots={slots} log={has_log}", "retrieve", ["attended"], constants, "i32", "bf16"
+
+    def assigned(dim, dtype):
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        for scale in (None, 0.1):
+            constants = edges.split_constants(1, 8 if scale is None else 32, 8, dim, 8, 4096, 10, 64, 8, scale)
+            merges = edges.merge_constants(constants, 8) | edges.merge_configs()[0]
+            constants |= edges.configs(torch_dtype, dim, constants["KEPT"])[0]
+            yield f"D={dim} {dtype} scale={scale}", "edges", ["attended"], constants, "i64", dtype
+            yield f"scale={scale}", "merge_edges", [], merges, "i32", dtype
+        plans = assign_token.plan_constants(1, 8, 32, 8, 10, 0.5)
+        entries = plans["BLOCK_L"] * plans["BLOCK_K"]
+        yield "8 graphs", "plan_token", [], plans | assign_token.plan_configs(plans)[0], "i32", dtype
+        commits = assign_token.commit_constants(1, 8, 8, dim, entries) | assign_token.commit_configs()[0]
+        yield f"D={dim} {dtype}", "assign_token", [], commits, "i32", dtype
+
+    for dim in (64, 128, 256):
+        yield from routed(dim, "max")
+        yield from attended(dim, "bf16")
+    for dim in (64, 128):
+        yield from attended(dim, "fp32")
+    yield from routed(128, "max", graphs=1)
+    for score in ("softmax", "random"):
+        yield from routed(128, score)
+    for slots, has_log in ((2048, False), (2048, True), (4096, True)):
+        yield from listed(slots, has_log)
+    yield from assigned(128, "bf16")
+
+
+if __name__ == "__main__":
+    for label, name, *rest in kernels():
+        print(json.dumps({"kernel": name, "case": label, **compiled(int(sys.argv[1]), name, *rest)}), flush=True)
