@@ -31,9 +31,9 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             s["capacity"], s["scores"], layer, KV_HEADS, KV_HEADS, 0.3, "max", length, SLOTS,
         )  # fmt: skip
         tokens, count = ckv.retrieve(
-            shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"], s["log_first"],
-            s["num_communities"], s["n_indexed"], s["capacity"], length, first, s["tally"], layer, BATCH, KV_HEADS,
-            BUDGET, SINKS, WINDOW, True,
+            shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"],
+            s["log_first"], s["num_communities"], s["n_indexed"], s["capacity"], length, first, s["tally"], layer,
+            BATCH, KV_HEADS, BUDGET, SINKS, WINDOW, True,
         )  # fmt: skip
         attended = ckv.sparse_attention(
             hidden,

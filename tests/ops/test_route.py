@@ -148,7 +148,7 @@ def test_invalid_argument_is_named(change, message):
 def test_centroids_of_another_type_are_refused():
     query, index = case((6, 2), 2)
     index.centroid = index.centroid.float()
-    with pytest.raises(ValueError, match="centroid must be int8, got torch.float32"):
+    with pytest.raises(ValueError, match=r"centroid must be int8, got torch\.float32"):
         run(query, index, 2, 2)
 
 

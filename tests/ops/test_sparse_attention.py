@@ -220,6 +220,7 @@ def test_opcheck(sinks):
         sparse_attention.default,
         (
             case.query, case.key.nan_to_num(), case.value.nan_to_num(), case.tokens, case.count, case.n_indexed,
-            CAPACITY, torch.tensor([case.length]), torch.tensor(case.first, dtype=torch.int32), sinks, LAYER, 0.3, SINKS, WINDOW,
+            CAPACITY, torch.tensor([case.length]), torch.tensor(case.first, dtype=torch.int32), sinks, LAYER, 0.3, SINKS,
+            WINDOW,
         ),
     )  # fmt: skip

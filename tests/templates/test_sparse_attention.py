@@ -61,7 +61,7 @@ class Case:
                 graph, kv_head = head * graphs // heads, head * kv_heads // heads
                 listed = self.tokens[row, graph, : self.count[row, graph]].tolist()
                 span = (self.covered[row], self.length, self.first[row], SINKS, WINDOW)
-                positions = sum(attended_positions(listed, *span), [])
+                positions = [p for part in attended_positions(listed, *span) for p in part]
                 if not positions:
                     continue
                 scores = key[row, kv_head, positions] @ query[row, head, 0] * SCALE
