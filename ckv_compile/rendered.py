@@ -93,6 +93,18 @@ def _load(text: str) -> Any:
 # ---------------------------------------------------------------------- the decode operators, launched on tensors
 
 
+def append_kv(key, value, key_new, value_new, length):
+    """``ckv::append_kv`` by its kernel. Returns the positions ``[B, H, T]``."""
+    from ckv_compile.lowering import append_kv as lowering
+
+    batch, heads, tokens, dim = key_new.shape
+    constants = lowering.constants_of(batch, heads, tokens, dim, value_new.shape[3])
+    positions = poisoned((batch, heads, tokens), torch.int32, key.device)
+    tensors = dict(KEY_NEW=key_new, VALUE_NEW=value_new, LENGTH=length, KEY=key, VALUE=value)
+    RenderedKernel("append_kv", [], {**constants, "num_warps": 1})((batch * heads, tokens, 1), tensors, positions)
+    return positions
+
+
 def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
     """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out)."""
     from ckv_compile.lowering import route as lowering

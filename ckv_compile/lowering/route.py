@@ -27,7 +27,7 @@ def configs(score: str, parts: int = 1, dim: int = 128) -> list[Config]:
     least = 4 if score == "softmax" else 2
     return [
         dict(BLOCK_C=block, STAGES=stages, num_warps=max(least, warps), num_stages=stages)
-        for block, stages, warps in ((128, 3, 4), (64, 3, 2), (256, 3, 4), (256, 3, 8), (128, 3, 2))
+        for block, stages, warps in ((128, 3, 4), (64, 3, 4), (64, 3, 2), (256, 3, 8))
     ]
 
 
@@ -71,6 +71,6 @@ def constants_of(
     return dict(
         BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, SM_SCALE=scale,
         BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
-        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, ATTEMPTS=24,
+        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=512, ATTEMPTS=24,
         SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
     )  # fmt: skip

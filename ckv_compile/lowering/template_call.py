@@ -38,14 +38,15 @@ class Template:
     ) -> Any:
         """The output node. inputs: all arguments of the kernel in order, ``mutated`` ones included.
 
-        output: its size (contiguous) and dtype. Of configs, the first is taken unless ``max_autotune`` is on.
+        output: its size (contiguous) and dtype. Of configs the first is taken, unless ``max_autotune`` is on and
+        ``generators`` make inputs to time them with: a copy of a nominal view is no input to run on.
         """
         device = inputs[0].get_device()
         inputs = list(inputs)
         layout = contiguous(device, *output)
         configs = list(configs)
         choices: list[Any] = []
-        for tuned in configs if inductor_config.max_autotune else configs[:1]:
+        for tuned in configs if generators and inductor_config.max_autotune else configs[:1]:
             error = self.template.maybe_append_choice(
                 choices=choices,
                 input_nodes=inputs,
