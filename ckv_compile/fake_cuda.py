@@ -50,6 +50,7 @@ def pretend_gpu() -> Iterator[None]:
     import torch._inductor.scheduler as scheduler
     import triton
     from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.runtime import hints
 
     known = dict(
@@ -75,6 +76,7 @@ def pretend_gpu() -> Iterator[None]:
         patch(CudaInterface, "is_triton_capable", staticmethod(lambda *_, **__: True))
         patch(CudaInterface, "raise_if_triton_unavailable", staticmethod(lambda *_, **__: None))
         patch(scheduler, "has_triton", lambda *_, **__: True)
+        patch(AsyncCompile, "triton", lambda *_, **__: None)
         before = triton.runtime.driver._active
         triton.runtime.driver.set_active(_Driver())
         try:

@@ -1,0 +1,181 @@
+"""The CUDA code that Inductor writes for rewritten decode graphs of Llama: our kernels, in place, and nothing around them.
+
+Rewrite the expected texts with ``EXPECTTEST_ACCEPT=1 pytest``.
+"""
+
+import ast
+import functools
+import operator
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.utils._pytree import tree_map
+
+import ckv_compile.lowering  # noqa: F401
+from ckv_compile.config import CommunityConfig
+from ckv_compile.fake_cuda import generated_code
+from ckv_compile.testing import captured_turns, rewritten
+
+DECODE, LAYERS = 1, 2
+TEMPLATES = {  # an argument that only this template has
+    "KEY_NEW": "append_kv", "CENTROID": "route", "MEMBER": "retrieve", "TOKENS": "sparse_attention", "TOTAL": "merge_splits",
+}  # fmt: skip
+
+
+def take(value, key):
+    """``value[key]``; Python's own indexing of a tensor asks for a CUDA build."""
+    if not isinstance(value, torch.Tensor):
+        return value[key]
+    key = key if isinstance(key, tuple) else (key,)
+    named, dim = sum(part is not None and part is not Ellipsis for part in key), 0
+    for part in key:
+        if part is Ellipsis:
+            dim += value.dim() - named
+            continue
+        if part is None:
+            value = value.unsqueeze(dim)
+        else:
+            begin, end, _ = part.indices(value.shape[dim])
+            value = value.narrow(dim, begin, end - begin)
+        dim += 1
+    return value
+
+
+def to_cuda(argument):
+    return torch.device("cuda", 0) if isinstance(argument, torch.device) else argument
+
+
+@functools.cache
+def decode_step(cache: str, **options) -> tuple[list[str], str]:
+    """(names of the graph's inputs, code) of a decode step of two layers of Llama on a GPU."""
+    config = CommunityConfig(min_context=0, workers=0, num_sink_tokens=1, recent_window=2, budget=64, **options)
+    gm = rewritten(captured_turns("llama", cache, False, num_hidden_layers=LAYERS)[DECODE], config).gm
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            node.args, node.kwargs = tree_map(to_cuda, node.args), tree_map(to_cuda, node.kwargs)
+        if node.target == "to":
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+        elif node.target is operator.getitem:
+            node.target = take
+    gm.recompile()
+
+    def arguments():
+        values = [node.meta["example_value"] for node in inputs]
+        layouts = [(list(map(int, v.shape)), list(map(int, v.stride())), v.dtype) for v in values]
+        return [torch.empty_strided(size, stride, dtype=dtype, device="cuda") for size, stride, dtype in layouts]
+
+    return [node.name for node in inputs], generated_code(lambda *values: gm(*values), arguments)
+
+
+def launches(names: list[str], code: str) -> str:
+    """Our kernels with their grid, and what else writes our state or the cache, with "!"; then which of these they take."""
+    definitions, call = code[: code.index("def call(")], code[code.index("def call(") :]
+    signatures, written = {}, {}
+    for text in definitions.split("async_compile.triton('")[1:]:
+        kernel = text.split("'")[0]
+        signatures[kernel] = list(ast.literal_eval(re.search(r"'signature': ({.*?})", text)[1]))
+        mutated = re.search(r"'mutated_arg_names': (\[.*?\])", text)
+        written[kernel] = set(ast.literal_eval(mutated[1])) if mutated else set()
+    lines = []
+    for kernel, text in re.findall(r"(\w+)\.run\((.*), stream=", call):
+        arguments = text.split(", ")
+        parameters = [name.removeprefix("arg_") for name in signatures[kernel]]
+        kind = next((kind for mark, kind in TEMPLATES.items() if mark in parameters), "fused")
+        taken = []
+        for argument, parameter in zip(arguments, signatures[kernel], strict=False):
+            number = re.fullmatch(r"(?:reinterpret_tensor\()?arg(\d+)_1", argument)
+            name = names[int(number[1])] if number else ""
+            if re.search("ckv_|_keys|_values", name):
+                name = re.sub(r".*layers_(\d)_(key|value|cumulative_length)s?.*", r"\2_\1", name.removeprefix("ckv_"))
+                taken.append(name + "!" * (parameter in written[kernel]))
+        if kind != "fused":
+            lines.append(" ".join([kind, "x".join(arguments[-3:]), *dict.fromkeys(taken)]))
+        elif any(name.endswith("!") for name in taken):
+            lines.append(" ".join([kind, *dict.fromkeys(taken)]))
+    return "\n".join(lines)
+
+
+def test_decode_on_a_dynamic_cache():
+    assert_expected_inline(
+        launches(*decode_step("dynamic")),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 8x1x1
+append_kv 4x1x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 8x1x1
+fused length!""",
+    )
+
+
+def test_decode_on_a_static_cache():
+    assert_expected_inline(
+        launches(*decode_step("static")),
+        """\
+fused cumulative_length_0 key_0!
+fused cumulative_length_0!
+fused value_0!
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 first tally
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 first
+merge_splits 8x1x1
+fused cumulative_length_1!
+fused key_1!
+fused value_1!
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 first tally
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
+merge_splits 8x1x1""",
+    )
+
+
+def test_softmax_score_has_a_pass_more():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", score="softmax")),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 8x1x1
+append_kv 4x1x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 8x1x1
+fused length!""",
+    )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_nothing_is_copied_and_no_size_is_symbolic(cache):
+    _, code = decode_step(cache)
+    call = code[code.index("def call(") :]
+    assert "ops.ckv" not in call, "an operator has no kernel"
+    assert not re.search(r"\.copy_\(|\.clone\(|\bclone\b", call)
+    assert not re.search(r"\bs\d+\b", call), "a symbolic size"
+    made = re.findall(r"empty_strided_cuda\((\([^)]*\)), \([^)]*\), torch\.(\w+)\)", call)
+    assert made
+    for size, dtype in made:
+        assert size != "(1, )" or dtype == "int64", "a copy of state"  # the model keeps positions in int64
+        assert size not in ("(2, 2, 128, 16)", "(2, 2, 48, 16)"), "a copy of K or V"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_share_their_kernels(cache):
+    _, code = decode_step(cache)
+    call = code[code.index("def call(") :]
+    templates = re.findall(r"(triton_tem_\w+)\.run\(", call)
+    kinds = 5 if cache == "dynamic" else 4  # a static cache is written by the model
+    assert len(templates) == kinds * LAYERS
+    assert len(set(templates)) == kinds
