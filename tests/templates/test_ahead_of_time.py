@@ -56,7 +56,7 @@ POINTERS = {
     "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "EDGES": "i64", "WEIGHT": "fp32",
     "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
 }  # fmt: skip
-OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "CENTROID_MEAN", "SINK_LOGITS"}  # the others are int32
+OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "CENTROID_MEAN", "SINK_LOGITS"}  # the others are int32
 
 
 def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
@@ -94,7 +94,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels():
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
-    from ckv_compile.lowering import assign_token, edges, retrieve, route, sparse_attention
+    from ckv_compile.lowering import append_kv, assign_token, edges, retrieve, route, sparse_attention
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16"):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048)
@@ -131,6 +131,8 @@ def kernels():
         commits = assign_token.commit_constants(1, 8, 8, dim, entries) | assign_token.commit_configs()[0]
         yield f"D={dim} {dtype}", "assign_token", [], commits, "i32", dtype
 
+    appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
+    yield "D=128 bf16", "append_kv", [], appended, "i32", "bf16"
     for dim in (64, 128, 256):
         yield from routed(dim, "max")
         yield from attended(dim, "bf16")
