@@ -413,7 +413,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
         site.query: "query", site.key_new: "key_new", site.value_new: "value_new", site.position: "position",
         site.key_cache: "key_cache", site.value_cache: "value_cache",
     }  # fmt: skip
-    own = (f"ckv_key_{layer}", f"ckv_value_{layer}")
+    own = (f"ckv_key_{layer}", f"ckv_value_{layer}", f"ckv_capacity_{layer}")
 
     def name(argument: object) -> str:
         if not isinstance(argument, torch.fx.Node):
@@ -450,7 +450,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
     for node in nodes:
         if _is_state(node):
             value = node.meta["example_value"]
-            if not node.name.startswith(("ckv_key_", "ckv_value_")) or node.name in own:
+            if not node.name.startswith(("ckv_key_", "ckv_value_", "ckv_capacity_")) or node.name in own:
                 state.append(f"{name(node)} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
         elif _is_ours(node) and of_this_layer(node):
             arguments = (

@@ -14,7 +14,7 @@ STATE = (
 
 def empty_shortlist(batch, graphs, slots=PROGRAMS):
     """A shortlist without entries, which left everything out."""
-    left_out = torch.full((batch, graphs, PROGRAMS), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    left_out = torch.full((batch, graphs, PROGRAMS), torch.inf)
     return torch.zeros(batch, graphs, 3, slots, dtype=torch.int32), left_out
 
 
@@ -73,7 +73,7 @@ def check(index, length, first, budget, layer=1, **options):
                 [], int(index.n_indexed[layer, row]), length, first[row],
                 options.get("sinks", SINKS), options.get("window", WINDOW),
             )  # fmt: skip
-            attended += len(want) + len(sinks) + len(tail)
+            attended += min(len(want) + len(sinks) + len(tail), length + 1 - first[row])
             context += length + 1 - first[row]
     tally[layer] += torch.tensor([attended, context])
     assert torch.equal(index.tally, tally)

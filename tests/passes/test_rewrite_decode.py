@@ -65,21 +65,21 @@ def test_dynamic_decode_with_keys():
         """\
 decode, dynamic cache; past K and V are not inputs, K and V are not outputs
 ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
-    [2]; ckv_capacity int32 [3]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
+    [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
     [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
     [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
     ckv_scores float32 [1]; ckv_tally int64 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities, ckv_capacity,
-    ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length, slots=1024) -> [0]
-    -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
-    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity, ckv_length, ckv_first, ckv_tally,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
     sparse_attention, [1] -> sparse_attention
-sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length,
-    ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
 ckv_length.add_(1)""",
     )
 
@@ -90,7 +90,7 @@ def test_dynamic_decode_with_attention():
         """\
 decode, dynamic cache; past K and V are not inputs, K and V are not outputs
 ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
-    [2]; ckv_capacity int32 [3]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
+    [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
     [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
     [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
     ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32 [1];
@@ -98,22 +98,23 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     int32 [1]; ckv_edge_weight float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities, ckv_capacity,
-    ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length, slots=1024) -> [0]
-    -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
-    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity, ckv_length, ckv_first, ckv_tally,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
     sparse_attention, approximate_edges, [1] -> sparse_attention, approximate_edges
-sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length,
-    ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> assign_token,
-    model
-approximate_edges(query, ckv_key_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_length, ckv_first, layer=L,
-    scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1] -> assign_token
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) ->
+    assign_token, model
+approximate_edges(query, ckv_key_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L, ckv_length,
+    ckv_first, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1]
+    -> assign_token
 assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid,
     ckv_centroid_scale, ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size,
     ckv_num_communities, ckv_n_indexed, ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight,
-    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity, ckv_length, ckv_first,
+    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity_L, ckv_length, ckv_first,
     layer=L, num_graphs=2, num_sink_tokens=1, lam=0.5)
 ckv_length.add_(1)""",
     )
@@ -124,19 +125,19 @@ def test_static_decode_with_keys():
         decode_text("static", "keys"),
         """\
 decode, static cache; past K and V are inputs, K and V are not outputs
-ckv_first int32 [2]; ckv_capacity int32 [3]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
+ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities, ckv_capacity,
-    ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position, slots=1024) -> [0]
-    -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
-    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity, position, ckv_first, ckv_tally, layer=L,
-    batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
     sparse_attention, [1] -> sparse_attention
-sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first,
-    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model""",
+sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model""",
     )
 
 
@@ -145,27 +146,29 @@ def test_static_decode_with_attention():
         decode_text("static", "attention"),
         """\
 decode, static cache; past K and V are inputs, K and V are not outputs
-ckv_first int32 [2]; ckv_capacity int32 [3]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
+ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
     [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
     ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities, ckv_capacity,
-    ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position, slots=1024) -> [0]
-    -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
-    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity, position, ckv_first, ckv_tally, layer=L,
-    batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
     sparse_attention, approximate_edges, [1] -> sparse_attention, approximate_edges
-sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first,
-    sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> assign_token, model
-approximate_edges(query, key_cache, retrieve[0], retrieve[1], ckv_n_indexed, position, ckv_first, layer=L,
-    scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1] -> assign_token
+sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) ->
+    assign_token, model
+approximate_edges(query, key_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L, position,
+    ckv_first, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1]
+    -> assign_token
 assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid,
     ckv_centroid_scale, ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size,
     ckv_num_communities, ckv_n_indexed, ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight,
-    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity, position, ckv_first,
+    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity_L, position, ckv_first,
     layer=L, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
     )
 
