@@ -173,12 +173,18 @@ def random_index(
 
 
 def attended_positions(
-    tokens: list[int], n_indexed: int, length: int, first: int, num_sink_tokens: int, recent_window: int
+    tokens: list[int],
+    n_indexed: int,
+    length: int,
+    first: int,
+    num_sink_tokens: int,
+    recent_window: int,
+    num_new: int = 1,
 ) -> tuple[list[int], list[int], list[int]]:
-    """(sinks, retrieved, tail) of a decode query at position ``length``, from their definition."""
+    """(sinks, retrieved, tail) of ``num_new`` decode queries from position ``length`` on, from their definition."""
     tail_start = max(first, min(n_indexed, length + 1 - recent_window))
-    tail = list(range(tail_start, length + 1))
-    sinks = [p for p in range(first, min(first + num_sink_tokens, length + 1)) if p not in tail]
+    tail = list(range(tail_start, length + num_new))
+    sinks = [p for p in range(first, min(first + num_sink_tokens, length + num_new)) if p not in tail]
     return sinks, [p for p in tokens if p >= 0 and p not in sinks and p not in tail], tail
 
 

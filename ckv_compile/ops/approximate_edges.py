@@ -11,6 +11,7 @@ from ckv_compile.ops.library import (
     require_cache,
     require_first,
     require_length,
+    require_one_query,
     require_tokens,
 )
 
@@ -27,6 +28,7 @@ def _check(
     kappa: int,
 ) -> None:
     require_cache(query, key, None)
+    require_one_query(query)
     require_tokens(query, key, tokens, count)
     require_length(length)
     require_first(first, query.shape[0])

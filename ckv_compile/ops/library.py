@@ -89,8 +89,7 @@ def require_graphs(num_graphs: int, num_query_heads: int, num_kv_heads: int) -> 
 
 
 def require_tokens(query: Tensor, key: Tensor, tokens: Tensor, count: Tensor) -> None:
-    """tokens int32 [B, G, T] and count int32 [B, G] of one decode query."""
-    require(query.shape[2] == 1, "query", "hold one token per row", tuple(query.shape))
+    """tokens int32 [B, G, T] and count int32 [B, G] of one decode step."""
     require(
         tokens.dim() == 3 and tokens.shape[0] == query.shape[0],
         "tokens",
@@ -100,6 +99,10 @@ def require_tokens(query: Tensor, key: Tensor, tokens: Tensor, count: Tensor) ->
     require_graphs(tokens.shape[1], query.shape[1], key.shape[1])
     require(tokens.dtype in INT_DTYPES, "tokens", "be int32 or int64", tokens.dtype)
     require(count.shape == tokens.shape[:2], "count", f"be {tuple(tokens.shape[:2])}", tuple(count.shape))
+
+
+def require_one_query(query: Tensor) -> None:
+    require(query.shape[2] == 1, "query", "hold one token per row", tuple(query.shape))
 
 
 def require_at_least(argument: str, value: int, least: int) -> None:

@@ -17,6 +17,7 @@ def _check(
     budget: int,
     num_sink_tokens: int,
     recent_window: int,
+    num_new: int,
 ) -> None:
     require(scores.dtype == torch.float32, "scores", "be float32", scores.dtype)
     require_length(length)
@@ -25,6 +26,7 @@ def _check(
     require_at_least("budget", budget, 1)
     require_at_least("num_sink_tokens", num_sink_tokens, 0)
     require_at_least("recent_window", recent_window, 1)
+    require_at_least("num_new", num_new, 1)
 
 
 def _retrieve(
@@ -50,13 +52,15 @@ def _retrieve(
     num_sink_tokens: int,
     recent_window: int,
     has_log: bool,
+    num_new: int = 1,
 ) -> tuple[Tensor, Tensor]:
     from ckv_compile.reference.retrieve import retrieve
 
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new)
     return retrieve(
         shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
         first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window, has_log,
+        num_new,
     )  # fmt: skip
 
 
@@ -83,8 +87,9 @@ def _retrieve_fake(
     num_sink_tokens: int,
     recent_window: int,
     has_log: bool,
+    num_new: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new)
     return (
         scores.new_empty((batch, num_graphs, budget), dtype=torch.int32),
         scores.new_empty((batch, num_graphs), dtype=torch.int32),
@@ -95,7 +100,7 @@ register_op(
     "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
     "Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
     "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
-    "bool has_log) -> (Tensor, Tensor)",
+    "bool has_log, int num_new=1) -> (Tensor, Tensor)",
     _retrieve,
     _retrieve_fake,
 )

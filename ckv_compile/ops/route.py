@@ -18,7 +18,7 @@ SCORES = ("max", "softmax", "recency", "random")
 def _check(
     query: Tensor, centroid: Tensor, num_graphs: int, num_kv_heads: int, score: str, length: Tensor, slots: int
 ) -> None:
-    require(query.dim() == 4 and query.shape[2] == 1, "query", "be [batch, heads, 1, head_dim]", tuple(query.shape))
+    require(query.dim() == 4, "query", "be [batch, heads, tokens, head_dim]", tuple(query.shape))
     require(
         num_kv_heads > 0 and query.shape[1] % num_kv_heads == 0,
         "num_kv_heads",

@@ -1,4 +1,4 @@
-"""``ckv::sparse_attention``: exact attention of one decode query over sinks, retrieved tokens and tail."""
+"""``ckv::sparse_attention``: exact attention of a decode step's queries over sinks, retrieved tokens and tail."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _sparse_attention_fake(
     recent_window: int,
 ) -> Tensor:
     _check(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
-    return query.new_empty((query.shape[0], query.shape[1], 1, value.shape[3]))
+    return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
 register_op(

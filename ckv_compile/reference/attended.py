@@ -1,10 +1,12 @@
 """The set of positions that a decode query attends to, and reading it without copying the cache.
 
-One query per row sits at position ``length`` with its own key already stored. It attends to
+The Q queries of a row sit at positions ``length`` .. ``length + Q - 1`` with their own keys already stored; a decode step
+has one, the verification of drafted tokens several. One set serves them all:
   sinks      first .. first + num_sink_tokens - 1, as far as they lie before the tail
   retrieved  tokens[:count] that lie between sinks and tail; anything else in the list is ignored
-  tail       tail_start .. length with tail_start = max(first, min(n_indexed, length + 1 - recent_window))
-so no position counts twice, and without an index everything is tail.
+  tail       tail_start .. length + Q - 1 with tail_start = max(first, min(n_indexed, length + 1 - recent_window))
+and of it query i attends to the positions up to ``length + i``, its own. The recent window is that of the first query, so
+sinks and retrieved tokens lie before every query, no position counts twice, and without an index everything is tail.
 """
 
 from __future__ import annotations
@@ -31,16 +33,22 @@ class Span(NamedTuple):
 
 
 def attended_spans(
-    n_indexed: Tensor, length: int, first: Tensor, layer: int, num_sink_tokens: int, recent_window: int
+    n_indexed: Tensor,
+    length: int,
+    first: Tensor,
+    layer: int,
+    num_sink_tokens: int,
+    recent_window: int,
+    num_new: int = 1,
 ) -> list[Span]:
-    """The span of every row; n_indexed is the flat state [L, B], first [B]."""
-    stop = length + 1
+    """The span of every row with ``num_new`` queries; n_indexed is the flat state [L, B], first [B]."""
+    stop = length + num_new
     firsts = first.tolist()
     indexed = layer_state(n_indexed, layer, (len(firsts),), "n_indexed").tolist()
     spans = []
     for begin, covered in zip(firsts, indexed, strict=True):
         begin = min(max(begin, 0), stop)
-        tail_start = max(begin, min(covered, stop - recent_window))
+        tail_start = max(begin, min(covered, length + 1 - recent_window))
         spans.append(Span(begin, min(begin + num_sink_tokens, tail_start), tail_start, stop))
     return spans
 
@@ -58,7 +66,7 @@ def retrieved_tokens(tokens: Tensor, count: Tensor, span: Span, num_kv_heads: in
     """The usable entries of token lists [B, G, T] with ``count`` [B, G].
 
     Returns positions int64 and a mask, both [B, P, t] with t <= T and P = max(G, num_kv_heads); masked positions
-    point at the current token.
+    point at the last token.
     """
     longest = 0 if span.sink_end == span.tail_start else int(count.amax().clamp(0, tokens.shape[2]))
     tokens = tokens[:, :, :longest].long()
@@ -123,13 +131,18 @@ def grouped_sum(probability: Tensor, values: Tensor) -> Tensor:
 
 
 def attended_scores(query: Tensor, key: Tensor, tokens: Tensor, valid: Tensor, span: Span, scale: float) -> Tensor:
-    """Scores of one query per row over its attended set, in the order sinks, retrieved, tail.
+    """Scores of Q queries per row over their attended set, in the order sinks, retrieved, tail.
 
-    query [B, Hq, 1, D], key [B, Hkv, stop, D], tokens and valid [B, P, t] of ``retrieved_tokens``.
-    Returns [B, Hq, sinks + t + tail] in float32 (float64 for float64), -inf where a retrieved slot is not valid.
+    query [B, Hq, Q, D], key [B, Hkv, stop, D], tokens and valid [B, P, t] of ``retrieved_tokens``.
+    Returns [B, Hq * Q, sinks + t + tail] in float32 (float64 for float64), -inf where a retrieved slot is not valid and
+    where a position of the tail comes after the query's own.
     """
-    query = query[:, :, 0].to(accumulate_dtype(query.dtype)) * scale
+    queries = query.shape[2]
+    query = query.flatten(1, 2).to(accumulate_dtype(query.dtype)) * scale
     parts = [grouped_scores(query, key[:, :, span.tail_start : span.stop])]
+    if queries > 1:
+        later = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu_(1)
+        parts[0].unflatten(1, (-1, queries))[..., -queries:].masked_fill_(later, -torch.inf)
     if tokens.shape[2]:
         scores = grouped_scores(query, gather_rows(key, tokens))
         heads_per_list = query.shape[1] // tokens.shape[1]

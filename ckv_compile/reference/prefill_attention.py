@@ -39,13 +39,13 @@ def prefill_attention(
             continue
         arguments = query[rows, :, begin:], key[rows, :, pads:], value[rows, :, pads:], max(0, past - pads), scale
         if sink_logits is None:
-            _attend(out[rows, :, begin:], *arguments)
+            attend_causally(out[rows, :, begin:], *arguments)
         else:
             _attend_with_sink_logits(out[rows, :, begin:], *arguments, sink_logits)
     return out
 
 
-def _attend(out: Tensor, query: Tensor, key: Tensor, value: Tensor, past: int, scale: float) -> None:
+def attend_causally(out: Tensor, query: Tensor, key: Tensor, value: Tensor, past: int, scale: float) -> None:
     """Write causal attention of queries at positions ``past`` .. into ``out`` through torch's fused kernels."""
     num_queries = query.shape[2]
     if past == 0 or num_queries == 1:

@@ -34,8 +34,11 @@ def retrieve(
     num_sink_tokens: int,
     recent_window: int,
     has_log: bool,
+    num_new: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """List the tokens that the query at position ``length`` attends to besides sinks and tail (see ``attended``).
+    """List the tokens that the ``num_new`` queries from position ``length`` on attend to besides sinks and tail.
+
+    See ``attended``: one list serves the queries of a row, and the budget is that of the last one.
 
     room = budget - sinks - tail tokens, or everything where the budget is the whole context.
     In order of score (of equals the larger id first, NaN excluded), the longest run of communities
@@ -48,7 +51,7 @@ def retrieve(
     log_first + e (flat [L, B]); the log holds n_indexed - log_first entries, if has_log. num_communities: flat int32
     [L, B, G].
     tally: flat int64 [L, 2], to which the tokens that the budget was charged for (listed, sinks and tail; at most the
-    context) and the tokens in context are added, per row and graph.
+    context) and the tokens in context are added, per row and graph, however many queries the row has.
     Returns tokens int32 [B, G, budget], of which the first count (int32 [B, G]) are meant, in a repeatable order.
     """
     device = scores.device
@@ -58,7 +61,7 @@ def retrieve(
     tokens = torch.full((batch, num_graphs, budget), -1, dtype=torch.int32, device=device)
     count = torch.zeros((batch, num_graphs), dtype=torch.int32, device=device)
 
-    spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window)
+    spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window, num_new)
     mandatory = [span.sink_end - span.first + span.stop - span.tail_start for span in spans]
     rooms = [
         _room(budget, fixed, span.stop - span.first) if span.tail_start > span.sink_end else 0
@@ -81,8 +84,7 @@ def retrieve(
         log_starts = layer_state(log_first, layer, (batch,), "log_first").tolist()
         indexed = layer_state(n_indexed, layer, (batch,), "n_indexed").tolist()
         logged = [
-            min(max(0, end - begin), max_log) if has_log else 0
-            for begin, end in zip(log_starts, indexed, strict=True)
+            min(max(0, end - begin), max_log) if has_log else 0 for begin, end in zip(log_starts, indexed, strict=True)
         ]
         log = layer_state(log_community, layer, (batch, num_graphs, max_log), "log_community")[..., : max(logged)]
         entries = torch.arange(log.shape[2], device=device)

@@ -24,15 +24,15 @@ def route(
     score: str,
     length: Tensor,
 ) -> None:
-    """Fill ``scores``, flat float32 [B, G, C], with the score of each community for the query at ``length``.
+    """Fill ``scores``, flat float32 [B, G, C], with the score of each community for the queries from ``length`` on.
 
-    query: [B, Hq, 1, D]; head h belongs to graph h // (Hq // G). The mean key of a community is
+    query: [B, Hq, Q, D], the new tokens of each row; head h belongs to graph h // (Hq // G). The mean key of a community is
     centroid * centroid_scale * channel_scale (see ``encode_centroids``) with centroid flat int8 [L, B, G, C, D],
     centroid_scale flat float32 [L, B, G, C] and channel_scale flat float32 [L, B, G, D]. With one graph over several
     KV heads D is Hkv * D, the heads' keys side by side, and a head uses its KV head's part.
     size int32 [L, B, G, C], num_communities int32 [L, B, G]: flat. capacity: int32 [3]. length: int [1].
-    score: "max" is the largest q . centroid * scale over the graph's heads, "softmax" the sum over its heads of the
-    softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
+    score: "max" is the largest q . centroid * scale over the graph's heads and the Q queries, for which one retrieval
+    serves, "softmax" the sum over both of the softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
     Ids from ``num_communities`` on and empty communities get -inf.
     """
     batch = query.shape[0]
@@ -52,7 +52,9 @@ def route(
     elif score == "random":
         values = _hash(ids, int(length), layer).to(out.dtype).expand(batch, num_graphs, used)
     else:
-        products = _products(query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used)  # [B, G, heads, used]
+        products = _products(
+            query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used
+        )  # [B, G, heads * Q, used]
         if score == "max":
             values = products.amax(2) * scale if scale >= 0 else products.amin(2) * scale
         else:
@@ -72,15 +74,15 @@ def _products(
     room: int,
     used: int,
 ) -> Tensor:
-    """q . mean key in float32 for the first ``used`` communities: [B, G, Hq // G, used]."""
-    batch, num_query_heads, _, dim = query.shape
+    """q . mean key in float32 for the first ``used`` communities: [B, G, Hq // G * Q, used]."""
+    batch, _, _, dim = query.shape
     graphs, parts = (batch, num_graphs), num_kv_heads if num_graphs == 1 else 1
     codes = layer_state(centroid, layer, (*graphs, room, parts, dim), "centroid")[:, :, :used]
     scales = layer_state(centroid_scale, layer, (*graphs, room), "centroid_scale")[:, :, :used]
     channels = layer_state(channel_scale, layer, (*graphs, parts, dim), "channel_scale")
-    queries = query[:, :, 0].to(accumulate_dtype(query.dtype)).view(*graphs, parts, -1, dim) * channels[:, :, :, None]
-    products = queries @ codes.permute(0, 1, 3, 4, 2).to(queries.dtype)  # [B, G, parts, heads, used]
-    return (products * scales[:, :, None, None]).view(batch, num_graphs, num_query_heads // num_graphs, used)
+    queries = query.to(accumulate_dtype(query.dtype)).reshape(*graphs, parts, -1, dim) * channels[:, :, :, None]
+    products = queries @ codes.permute(0, 1, 3, 4, 2).to(queries.dtype)  # [B, G, parts, heads * Q, used]
+    return (products * scales[:, :, None, None]).flatten(2, 3)
 
 
 def _hash(ids: Tensor, length: int, layer: int) -> Tensor:

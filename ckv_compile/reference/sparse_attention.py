@@ -1,9 +1,8 @@
-"""Exact attention of one decode query over sinks, retrieved tokens and tail."""
+"""Exact attention of the queries of a decode step over sinks, retrieved tokens and tail."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ckv_compile.reference.attended import (
@@ -17,6 +16,7 @@ from ckv_compile.reference.attended import (
     retrieved_tokens,
 )
 from ckv_compile.reference.nominal import cache_prefix
+from ckv_compile.reference.prefill_attention import attend_causally
 
 
 def sparse_attention(
@@ -35,28 +35,32 @@ def sparse_attention(
     num_sink_tokens: int,
     recent_window: int,
 ) -> Tensor:
-    """Softmax attention of the query at position ``length`` over the attended set (see ``attended``).
+    """Softmax attention of the queries at positions ``length`` .. ``length + Q - 1`` over their set (see ``attended``).
 
-    query: [B, Hq, 1, D]. key, value: nominal views [B, Hkv, NOM, D] that hold the query's own token already.
+    query: [B, Hq, Q, D]. key, value: nominal views [B, Hkv, NOM, D] that hold the queries' own tokens already.
     tokens: int [B, G, T], count: int [B, G]; head h reads graph h // (Hq // G). Entries beyond ``count``, among the
     sinks, in the tail or negative are ignored, whatever they are; a position must not occur twice below ``count``.
     n_indexed: flat int32 [L, B]. length: int [1]. first: int [B]. sink_logits: [Hq], extra keys without a value.
-    Returns [B, Hq, 1, Dv] in query's dtype; scores and sums are float32. A row whose attended set is its whole
-    context gives exactly what ``scaled_dot_product_attention`` gives for it alone; a row of pads gives zeros.
+    Returns [B, Hq, Q, Dv] in query's dtype; scores and sums are float32. A row whose attended set is its whole
+    context gives exactly what ``scaled_dot_product_attention`` gives for it alone; pads give zeros.
     """
-    position = int(length)
-    spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window)
-    key, value = cache_prefix(key, position + 1, "key"), cache_prefix(value, position + 1, "value")
+    position, queries = int(length), query.shape[2]
+    stop = position + queries
+    spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window, queries)
+    key, value = cache_prefix(key, stop, "key"), cache_prefix(value, stop, "value")
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     for rows, span in equal_spans(spans):
         lists = retrieved_tokens(tokens[rows], count[rows], span, key.shape[1])
-        if span.first == span.stop:
-            out[rows] = 0
-        elif sink_logits is None and covers_everything(lists[1], span):
+        pads = max(0, span.first - position)  # queries before a row's first token
+        out[rows, :, :pads] = 0
+        if pads == queries:
+            continue
+        query_rows, out_rows = query[rows, :, pads:], out[rows, :, pads:]
+        if sink_logits is None and covers_everything(lists[1], span):
             keys, values = key[rows, :, span.first :], value[rows, :, span.first :]
-            out[rows] = F.scaled_dot_product_attention(query[rows], keys, values, scale=scale, enable_gqa=True)
+            attend_causally(out_rows, query_rows, keys, values, max(0, position - span.first), scale)
         else:
-            out[rows] = _attend(query[rows], key[rows], value[rows], *lists, span, sink_logits, scale)
+            out_rows.copy_(_attend(query_rows, key[rows], value[rows], *lists, span, sink_logits, scale))
     return out
 
 
@@ -80,5 +84,6 @@ def _attend(
     if sinks:
         total += grouped_sum(parts[0], value[:, :, span.first : span.sink_end])
     if sink_logits is not None:
-        total *= torch.sigmoid(torch.logsumexp(scores, -1) - sink_logits.to(total.dtype))[..., None]
-    return total[:, :, None].to(query.dtype)
+        sink_logits = sink_logits.to(total.dtype).repeat_interleave(query.shape[2])
+        total *= torch.sigmoid(torch.logsumexp(scores, -1) - sink_logits)[..., None]
+    return total.unflatten(1, query.shape[1:3]).to(query.dtype)

@@ -18,21 +18,21 @@ def empty_shortlist(batch, graphs, slots=PROGRAMS):
     return torch.zeros(batch, graphs, 3, slots, dtype=torch.int32), left_out
 
 
-def run(index, length, first, budget, layer=1, sinks=SINKS, window=WINDOW, has_log=True):
+def run(index, length, first, budget, layer=1, sinks=SINKS, window=WINDOW, has_log=True, num_new=1):
     batch, graphs = index.num_communities.shape[1:]
     return retrieve(
         *empty_shortlist(batch, graphs), *(index.nominal(name) for name in STATE), index.capacity,
         torch.tensor([length], dtype=torch.int32), torch.tensor(first, dtype=torch.int32), index.nominal("tally"),
-        layer, batch, graphs, budget, sinks, window, has_log,
+        layer, batch, graphs, budget, sinks, window, has_log, num_new,
     )  # fmt: skip
 
 
-def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, window=WINDOW, has_log=True):
+def oracle(index, length, first, budget, row, graph, layer=1, sinks=SINKS, window=WINDOW, has_log=True, num_new=1):
     """The definition: communities by score, whole ones while they fit, or the newest of the best."""
     at = (layer, row, graph)
     covered = int(index.n_indexed[layer, row])
-    sink_list, _, tail = attended_positions([], covered, length, first[row], sinks, window)
-    context = length + 1 - first[row]
+    sink_list, _, tail = attended_positions([], covered, length, first[row], sinks, window, num_new)
+    context = length + num_new - first[row]
     room = context if budget >= context else budget - len(sink_list) - len(tail)
     scores, sizes = index.scores[row, graph].tolist(), index.size[at].tolist()
     ids = [c for c in range(int(index.num_communities[at])) if scores[c] > -torch.inf and sizes[c] > 0]
@@ -64,6 +64,7 @@ def check(index, length, first, budget, layer=1, **options):
     tokens, count = run(index, length, first, budget, layer, **options)
     assert tokens.dtype == count.dtype == torch.int32
     attended = context = 0
+    num_new = options.get("num_new", 1)
     for row in range(tokens.shape[0]):
         for graph in range(tokens.shape[1]):
             want = oracle(index, length, first, budget, row, graph, layer, **options)
@@ -71,10 +72,10 @@ def check(index, length, first, budget, layer=1, **options):
             assert count[row, graph] == len(want)
             sinks, _, tail = attended_positions(
                 [], int(index.n_indexed[layer, row]), length, first[row],
-                options.get("sinks", SINKS), options.get("window", WINDOW),
+                options.get("sinks", SINKS), options.get("window", WINDOW), num_new,
             )  # fmt: skip
-            attended += min(len(want) + len(sinks) + len(tail), length + 1 - first[row])
-            context += length + 1 - first[row]
+            attended += min(len(want) + len(sinks) + len(tail), length + num_new - first[row])
+            context += length + num_new - first[row]
     tally[layer] += torch.tensor([attended, context])
     assert torch.equal(index.tally, tally)
     return tokens, count
@@ -97,6 +98,14 @@ def test_best_whole_communities_that_fit_are_listed(budget, length, log_entries)
     for seed in range(3):
         index, first = case(log_entries=log_entries, seed=seed)
         check(index, length, first, budget)
+
+
+@pytest.mark.parametrize("num_new", [2, 5, 8])
+@pytest.mark.parametrize("budget", [9, 20, 33, 66, 67, 200])
+def test_several_new_tokens_count_in_tail_and_context(budget, num_new):
+    for length, log_entries in ((60, 0), (63, 7)):
+        index, first = case(log_entries=log_entries)
+        check(index, length, first, budget, num_new=num_new)
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (0, 100), (20, 1), (70, 3)])
@@ -185,6 +194,7 @@ def test_tally_of_other_layers_is_untouched():
     [
         ({"budget": 0}, "budget must be at least 1, got 0"),
         ({"window": 0}, "recent_window must be at least 1, got 0"),
+        ({"num_new": 0}, "num_new must be at least 1, got 0"),
         ({"first": [0]}, r"first must be \[2\]"),
     ],
 )

@@ -21,9 +21,9 @@ def run(query, index, *arguments, **options):
     return index.scores
 
 
-def case(heads, graphs, communities=11, dtype=torch.float32, dim=80):
+def case(heads, graphs, communities=11, dtype=torch.float32, dim=80, queries=1):
     torch.manual_seed(0)
-    query = torch.randn(2, heads[0], 1, dim).to(dtype)
+    query = torch.randn(2, heads[0], queries, dim).to(dtype)
     width = dim * heads[1] if graphs == 1 else dim
     index = random_index(2, graphs, width, [0, 3], [50, 40], communities, num_sink_tokens=4, log_entries=5, dtype=dtype)
     index.num_communities[1, 1, 0] -= 2
@@ -38,7 +38,7 @@ def oracle(query, index, heads, graphs, score, layer=1, scale=0.3):
         for graph in range(graphs):
             number = int(index.num_communities[layer, row, graph])
             ids = [c for c in range(number) if index.size[layer, row, graph, c] > 0]
-            per_head = []
+            rows_of = []  # per head and query
             for head in range(heads[0]):
                 if head // (heads[0] // graphs) != graph:
                     continue
@@ -47,9 +47,10 @@ def oracle(query, index, heads, graphs, score, layer=1, scale=0.3):
                 if graphs == 1:
                     kv_head = head // (heads[0] // heads[1])
                     centroids = centroids[:, kv_head * dim : (kv_head + 1) * dim]
-                products = torch.stack([centroids[c] @ query[row, head, 0].double() * scale for c in ids])
-                per_head.append(torch.softmax(products, 0) if score == "softmax" else products)
-            stacked = torch.stack(per_head)
+                for one in query[row, head].double():
+                    products = torch.stack([centroids[c] @ one * scale for c in ids])
+                    rows_of.append(torch.softmax(products, 0) if score == "softmax" else products)
+            stacked = torch.stack(rows_of)
             want[row, graph, ids] = stacked.sum(0) if score == "softmax" else stacked.amax(0)
     return want
 
@@ -61,6 +62,15 @@ GROUPINGS = [((9, 3), 3), ((9, 3), 9), ((9, 3), 1), ((7, 1), 1), ((8, 2), 2), ((
 @pytest.mark.parametrize(("heads", "graphs"), GROUPINGS)
 def test_score_combines_the_heads_of_a_graph(heads, graphs, score):
     query, index = case(heads, graphs)
+    got = run(query, index, graphs, heads[1], score).double()
+    torch.testing.assert_close(got, oracle(query, index, heads, graphs, score), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [2, 8])
+@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize(("heads", "graphs"), GROUPINGS)
+def test_score_combines_the_queries_of_a_row(heads, graphs, score, queries):
+    query, index = case(heads, graphs, queries=queries)
     got = run(query, index, graphs, heads[1], score).double()
     torch.testing.assert_close(got, oracle(query, index, heads, graphs, score), atol=2e-6, rtol=1e-5)
 
