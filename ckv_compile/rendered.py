@@ -109,9 +109,10 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out)."""
     from ckv_compile.lowering import route as lowering
 
-    batch, heads, _, dim = query.shape
-    constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
-    constants = {**constants, **lowering.configs(score, constants["PARTS"], dim)[0], **tuned}
+    batch, heads, queries, dim = query.shape
+    constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
+    tuned = {**lowering.configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)[0], **tuned}
+    constants = {**constants, **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
@@ -121,7 +122,7 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
         SHORTLIST=shortlist,
     )  # fmt: skip
     if score == "softmax":
-        shape = (batch, heads, constants["PROGRAMS"])
+        shape = (batch, heads * queries, constants["PROGRAMS"])
         top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
         RenderedKernel("route", [], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
         tensors |= dict(TOP=top, MASS=mass)
@@ -129,12 +130,14 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     return shortlist, left_out
 
 
-def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budget, sinks, window, has_log, **tuned):
+def retrieve(
+    shortlist, left_out, state, length, first, layer, num_graphs, budget, sinks, window, has_log, num_new=1, **tuned
+):  # fmt: skip
     """``ckv::retrieve`` by its kernel: (tokens, count)."""
     from ckv_compile.lowering import retrieve as lowering
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
-    constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots)
+    constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots, num_new)
     constants = {**constants, **lowering.configs(slots)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
@@ -166,27 +169,28 @@ def sparse_attention(
     window,
     **tuned,
 ):
-    """``ckv::sparse_attention`` by its kernels: ``[B, Hq, 1, Dv]``."""
+    """``ckv::sparse_attention`` by its kernels: ``[B, Hq, Q, Dv]``."""
     from ckv_compile.lowering import sparse_attention as lowering
 
-    (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
+    (batch, heads, queries, dim), value_dim = query.shape, value.shape[3]
     constants = lowering.attend_constants(
-        batch, heads, key.shape[1], dim, value_dim, scale, tokens.shape[1], tokens.shape[2], sinks, window
+        batch, heads, key.shape[1], dim, value_dim, scale, tokens.shape[1], tokens.shape[2], sinks, window, queries
     )
-    constants = {**constants, **lowering.configs(query.dtype, max(dim, value_dim))[0], **tuned}
+    tuned = {**lowering.configs(query.dtype, max(dim, value_dim), constants["BLOCK_H"] if queries > 1 else 0)[0], **tuned}
+    constants = {**constants, **tuned}
     splits = constants["SPLITS"]
-    total = poisoned((batch, splits, heads, value_dim), torch.float32, query.device)
-    top, mass = (poisoned((batch, splits, heads), torch.float32, query.device) for _ in range(2))
+    total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)
+    top, mass = (poisoned((batch, splits, heads * queries), torch.float32, query.device) for _ in range(2))
     tensors = dict(
         QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
         FIRST=first, TOP=top, MASS=mass,
     )  # fmt: skip
     grid = (splits, batch * constants["LISTS"], 1)
     RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
-    out = poisoned((batch, heads, 1, value_dim), query.dtype, query.device)
-    constants = lowering.merge_constants(batch, heads, value_dim, splits, has_sinks=sink_logits is not None)
+    out = poisoned((batch, heads, queries, value_dim), query.dtype, query.device)
+    constants = lowering.merge_constants(batch, heads, value_dim, splits, queries, has_sinks=sink_logits is not None)
     merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
-    merged((batch * heads, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
+    merged((batch * heads * queries, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
     return out
 
 

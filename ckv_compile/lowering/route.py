@@ -16,11 +16,15 @@ RUN = 4  # communities with consecutive ids that a program takes together: 512 b
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
 
-def configs(score: str, parts: int = 1, dim: int = 128) -> list[Config]:
+def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[Config]:
     """The second pass of score "softmax" holds more per program, so it gets more warps.
 
-    Centroids of several parts are that much wider: fewer at a time, or they would not fit shared memory.
+    Centroids of several parts are that much wider: fewer at a time, or they would not fit shared memory. So are the
+    products with several queries per head: ``rows`` of them for each centroid, 0 for one query.
     """
+    if rows:
+        block = max(16, min(64, (4096 if parts == 1 else 2048) // rows))
+        return [dict(BLOCK_C=block, STAGES=2, num_warps=warps, num_stages=2) for warps in (8, 4)]
     if parts > 1:
         block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)
         return [dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages) for warps in (4, 8)]
@@ -42,10 +46,10 @@ def route(
             query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
             num_kv_heads, scale, score, length, slots,
         )  # fmt: skip
-    batch, heads, _, dim = static_size(query)
+    batch, heads, queries, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
-    constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots)
-    tuned = configs(score, constants["PARTS"], dim)
+    constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
+    tuned = configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)
     index = fixed(size, num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
@@ -54,9 +58,10 @@ def route(
         return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
     inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
     if score == "softmax":
-        mass = empty([batch, heads, PROGRAMS], torch.float32, device)
+        mass = empty([batch, heads * queries, PROGRAMS], torch.float32, device)
         top = template(
-            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, tuned
+            [*inputs, mass], ([batch, heads * queries, PROGRAMS], torch.float32), [mass],
+            {**constants, "STATISTICS": True}, tuned,
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
@@ -64,13 +69,17 @@ def route(
 
 
 def constants_of(
-    batch: int, heads: int, dim: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int
+    batch: int, heads: int, dim: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int, queries: int = 1
 ) -> dict[str, Any]:
-    """The template's constants; one graph over several KV heads reads its centroids in as many parts."""
+    """The template's constants; one graph over several KV heads reads its centroids in as many parts.
+
+    A query head counts once for each of its queries.
+    """
     parts = kv_heads if graphs == 1 else 1
+    rows = heads * queries // (graphs * parts)
     return dict(
-        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, SM_SCALE=scale,
-        BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
+        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=rows, QUERIES=queries, D=dim, SM_SCALE=scale,
+        BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(rows)),
         PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=512, ATTEMPTS=24,
         SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
     )  # fmt: skip

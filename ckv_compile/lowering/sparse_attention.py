@@ -15,10 +15,15 @@ attend = Template("sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"
 merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1, 1))
 
 
-def configs(dtype: torch.dtype, dim: int) -> list[Config]:
-    """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more."""
-    least = 8 if dtype.itemsize == 4 else 4
+def configs(dtype: torch.dtype, dim: int, rows: int = 0) -> list[Config]:
+    """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more.
+
+    Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
+    """
+    least = 8 if dtype.itemsize == 4 or rows > 32 else 4
     block = 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
+    if dtype.itemsize == 4 and rows > 32:
+        least, block = 16, 16
     return [
         dict(BLOCK_N=block, LIST_STAGES=lists, TAIL_STAGES=tail, num_warps=max(least, warps), num_stages=tail)
         for lists, tail, warps in ((1, 2, 4), (2, 2, 4), (1, 3, 4), (1, 2, 8))
@@ -41,42 +46,49 @@ def sparse_attention(
             query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale, num_sink_tokens,
             recent_window,
         )  # fmt: skip
-    batch, heads, _, dim = static_size(query)
+    batch, heads, queries, dim = static_size(query)
     _, graphs, budget = static_size(tokens)
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
     attends = attend_constants(
-        batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, num_sink_tokens, recent_window
+        batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, num_sink_tokens, recent_window, queries
     )
     splits = attends["SPLITS"]
-    top = empty([batch, splits, heads], torch.float32, device)
-    mass = empty([batch, splits, heads], torch.float32, device)
+    rows = heads * queries
+    top = empty([batch, splits, rows], torch.float32, device)
+    mass = empty([batch, splits, rows], torch.float32, device)
     inputs = [*fixed(query, key, value, tokens, count, n_indexed, capacity, length, first), top, mass]
     total = attend(
-        inputs, ([batch, splits, heads, value_dim], torch.float32), [top, mass], attends,
-        configs(query.get_dtype(), max(dim, value_dim)),
+        inputs, ([batch, splits, rows, value_dim], torch.float32), [top, mass], attends,
+        configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0),
     )  # fmt: skip
     sinks = [] if sink_logits is None else fixed(sink_logits)
-    merges = merge_constants(batch, heads, value_dim, splits, has_sinks=bool(sinks))
-    out = ([batch, heads, 1, value_dim], query.get_dtype())
+    merges = merge_constants(batch, heads, value_dim, splits, queries, has_sinks=bool(sinks))
+    out = ([batch, heads, queries, value_dim], query.get_dtype())
     return merge([*fixed(total), top, mass, *sinks], out, [], merges, [dict(num_warps=4, num_stages=1)])
 
 
 def attend_constants(
     batch: int, heads: int, kv_heads: int, dim: int, value_dim: int, scale: float, graphs: int, budget: int,
-    sinks: int, window: int,
+    sinks: int, window: int, queries: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The split kernel's constants; where there are more graphs than KV heads, or fewer, the larger number of lists."""
+    """The split kernel's constants; where there are more graphs than KV heads, or fewer, the larger number of lists.
+
+    A query head counts once for each of its queries.
+    """
     lists = max(graphs, kv_heads)
+    rows = heads * queries // lists
     return dict(
-        BATCH=batch, LISTS=lists, GRAPHS=graphs, KV_HEADS=kv_heads, HEADS=heads // lists, D=dim, DV=value_dim,
+        BATCH=batch, LISTS=lists, GRAPHS=graphs, KV_HEADS=kv_heads, HEADS=rows, QUERIES=queries, D=dim, DV=value_dim,
         BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_DV=max(16, next_power_of_2(value_dim)),
-        BLOCK_H=max(16, next_power_of_2(heads // lists)), BUDGET=budget, SM_SCALE=scale,
+        BLOCK_H=max(16, next_power_of_2(rows)), BUDGET=budget, SM_SCALE=scale,
         SPLITS=num_splits(batch * lists), SINKS=sinks, WINDOW=window,
     )  # fmt: skip
 
 
-def merge_constants(batch: int, heads: int, value_dim: int, splits: int, *, has_sinks: bool) -> dict[str, Any]:
+def merge_constants(
+    batch: int, heads: int, value_dim: int, splits: int, queries: int = 1, *, has_sinks: bool
+) -> dict[str, Any]:
     return dict(
-        BATCH=batch, HEADS=heads, SPLITS=splits, DV=value_dim, BLOCK_S=next_power_of_2(splits), HAS_SINKS=has_sinks,
-        BLOCK_DV=max(16, next_power_of_2(value_dim)),
+        BATCH=batch, HEADS=heads * queries, QUERIES=queries, SPLITS=splits, DV=value_dim,
+        BLOCK_S=next_power_of_2(splits), HAS_SINKS=has_sinks, BLOCK_DV=max(16, next_power_of_2(value_dim)),
     )  # fmt: skip

@@ -96,21 +96,24 @@ def kernels():
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
     from ckv_compile.lowering import append_kv, assign_token, edges, retrieve, route, sparse_attention
 
-    def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16"):
-        constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048)
-        constants |= route.configs(score, constants["PARTS"], dim)[0]
-        label = f"D={dim} {score} {dtype} graphs={graphs}"
+    def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
+        constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
+        constants |= route.configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)[0]
+        label = f"D={dim} {score} {dtype} heads={heads}/{kv_heads} graphs={graphs} queries={queries}"
         if score == "softmax":
             yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
         yield label, "route", [], constants, "fp32", dtype
 
-    def attended(dim, dtype, heads=32, kv_heads=8):
+    def attended(dim, dtype, heads=32, kv_heads=8, queries=1):
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        label = f"D={dim} {dtype} heads={heads}/{kv_heads}"
-        constants = sparse_attention.attend_constants(1, heads, kv_heads, dim, dim, 0.1, kv_heads, 4096, 10, 64)
-        constants |= sparse_attention.configs(torch_dtype, dim)[0]
+        label = f"D={dim} {dtype} heads={heads}/{kv_heads} queries={queries}"
+        constants = sparse_attention.attend_constants(
+            1, heads, kv_heads, dim, dim, 0.1, kv_heads, 4096, 10, 64, queries
+        )
+        rows = constants["BLOCK_H"] if queries > 1 else 0
+        constants |= sparse_attention.configs(torch_dtype, dim, rows)[0]
         yield label, "sparse_attention", ["attended"], constants, "fp32", dtype
-        merges = sparse_attention.merge_constants(1, heads, dim, constants["SPLITS"], has_sinks=True)
+        merges = sparse_attention.merge_constants(1, heads, dim, constants["SPLITS"], queries, has_sinks=True)
         yield label, "merge_splits", [], {**merges, "num_warps": 4, "num_stages": 1}, dtype, dtype
 
     def listed(slots, has_log):
@@ -139,6 +142,12 @@ def kernels():
     for dim in (64, 128):
         yield from attended(dim, "fp32")
     yield from routed(128, "max", graphs=1)
+    # Several queries: up to 64 rows of a group.
+    for dim, dtype in ((128, "bf16"), (256, "bf16"), (128, "fp32")):
+        yield from attended(dim, dtype, 64, queries=8)
+    yield from routed(256, "max", 64, queries=8)
+    yield from routed(128, "softmax", 64, queries=8)
+    yield from routed(128, "max", 64, graphs=1, queries=8)
     for score in ("softmax", "random"):
         yield from routed(128, score)
     for slots, has_log in ((2048, False), (2048, True), (4096, True)):

@@ -66,7 +66,7 @@ def nothing(score):
     return torch.zeros_like(score, dtype=torch.bool)
 
 
-def check(index, first, length, budget, keep=everything, slots=64, has_log=True, seed=0, **tuned):
+def check(index, first, length, budget, keep=everything, slots=64, has_log=True, seed=0, num_new=1, **tuned):
     """Kernel and operator list the same tokens and count the same. Returns the kernel's (tokens, count)."""
     tuned = {**SMALL, **tuned}
     tuned.setdefault("OWN", slots // tuned["PARTS"])
@@ -76,11 +76,11 @@ def check(index, first, length, budget, keep=everything, slots=64, has_log=True,
     want_state = index.clone()
     want, want_count = torch.ops.ckv.retrieve(
         *shortlist, *(want_state.nominal(name) for name in STATE), want_state.capacity, length, first,
-        want_state.nominal("tally"), LAYER, batch, graphs, budget, SINKS, WINDOW, has_log,
+        want_state.nominal("tally"), LAYER, batch, graphs, budget, SINKS, WINDOW, has_log, num_new,
     )  # fmt: skip
     before = index.clone()
     got, count = rendered.retrieve(
-        *shortlist, index, length, first, LAYER, graphs, budget, SINKS, WINDOW, has_log, **tuned
+        *shortlist, index, length, first, LAYER, graphs, budget, SINKS, WINDOW, has_log, num_new, **tuned
     )
     assert torch.equal(count, want_count)
     for row in range(batch):
@@ -102,6 +102,13 @@ def test_any_shortlist_gives_the_tokens_of_the_best_communities(device, keep, le
     for seed, budget in enumerate((20, 33, 200)):
         index, first = case(device, log_entries=log_entries, seed=seed)
         check(index, first, length, budget, keep, has_log=log_entries > 0, seed=seed)
+
+
+@pytest.mark.parametrize("num_new", [2, 8])
+@pytest.mark.parametrize("budget", [20, 33, 66])
+def test_several_new_tokens_count_in_tail_and_context(device, budget, num_new):
+    index, first = case(device)
+    check(index, first, 63, budget, num_new=num_new)
 
 
 @pytest.mark.parametrize("keep", [everything, nothing], ids="an")

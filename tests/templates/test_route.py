@@ -16,9 +16,9 @@ SMALL = {"PROGRAMS": 2, "RUN": 4, "BLOCK_C": 16, "CHUNK": 16}
 QUOTA = 8
 
 
-def case(device, heads=(4, 2), graphs=2, communities=21, batch=1, dim=64, dtype=torch.float32, seed=0):
+def case(device, heads=(4, 2), graphs=2, communities=21, batch=1, dim=64, dtype=torch.float32, seed=0, queries=1):
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(batch, heads[0], 1, dim, generator=generator).to(device, dtype)
+    query = torch.randn(batch, heads[0], queries, dim, generator=generator).to(device, dtype)
     width = dim * heads[1] if graphs == 1 else dim
     index = random_index(
         batch, graphs, width, [3] * batch, [2 * communities + 9] * batch, max(communities, 1), num_sink_tokens=4,
@@ -102,6 +102,16 @@ def test_a_graph_per_group_head_or_layer(device, graphs, score):
     index.num_communities[LAYER, 1, 0] -= 13
     index.size[LAYER, 0, :, 1] = 0
     check(query, index, (6, 2), graphs, score)
+
+
+@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize(
+    ("heads", "graphs", "queries"), [((6, 2), 2, 2), ((6, 2), 6, 5), ((6, 2), 1, 3), ((8, 1), 1, 8)]
+)
+def test_several_queries_per_row(device, heads, graphs, queries, score):
+    query, index = case(device, heads, graphs, batch=2, queries=queries)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)  # as models have it
+    check(query, index, heads, graphs, score)
 
 
 @pytest.mark.parametrize("score", ["max", "softmax"])

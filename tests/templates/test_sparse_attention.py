@@ -1,5 +1,6 @@
 """The kernels of ``ckv::sparse_attention`` against attention in float64, on caches that are NaN outside of what is read."""
 
+import itertools
 import math
 
 import pytest
@@ -16,14 +17,14 @@ SMALL = {"SPLITS": 4, "BLOCK_N": 16}
 class Case:
     def __init__(
         self, device, heads=(4, 2), graphs=2, first=(0, 5), n_indexed=(90, 71), length=93, dim=64, value_dim=None,
-        dtype=torch.float32, layout="slab", listed=40, seed=0,
+        dtype=torch.float32, layout="slab", listed=40, seed=0, queries=1,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         batch, value_dim = len(first), value_dim or dim
         self.first, self.length, self.covered = list(first), length, list(n_indexed)
         cache = (batch, heads[1], length + 9)
-        used = (self.first, length + 1, dtype, layout)
-        self.query = torch.randn(batch, heads[0], 1, dim, generator=generator).to(device, dtype)
+        used = (self.first, length + queries, dtype, layout)
+        self.query = torch.randn(batch, heads[0], queries, dim, generator=generator).to(device, dtype)
         self.key = random_cache(*cache, dim, *used, seed + 1).to(device)
         self.value = random_cache(*cache, value_dim, *used, seed + 2).to(device)
         self.n_indexed = torch.tensor([[GARBAGE] * batch, self.covered], dtype=torch.int32, device=device)
@@ -53,22 +54,22 @@ class Case:
         )  # fmt: skip
 
     def oracle(self, sink_logits=None):
-        (batch, heads, _, _), kv_heads, graphs = self.query.shape, self.key.shape[1], self.tokens.shape[1]
-        out = torch.zeros(batch, heads, 1, self.value.shape[3], dtype=torch.float64)
+        (batch, heads, queries, _), kv_heads, graphs = self.query.shape, self.key.shape[1], self.tokens.shape[1]
+        out = torch.zeros(batch, heads, queries, self.value.shape[3], dtype=torch.float64)
         query, key, value = (t.cpu().double() for t in (self.query, self.key, self.value))
         for row in range(batch):
-            for head in range(heads):
+            for head, new in itertools.product(range(heads), range(queries)):
                 graph, kv_head = head * graphs // heads, head * kv_heads // heads
                 listed = self.tokens[row, graph, : self.count[row, graph]].tolist()
-                span = (self.covered[row], self.length, self.first[row], SINKS, WINDOW)
-                positions = [p for part in attended_positions(listed, *span) for p in part]
+                span = (self.covered[row], self.length, self.first[row], SINKS, WINDOW, queries)
+                positions = [p for part in attended_positions(listed, *span) for p in part if p <= self.length + new]
                 if not positions:
                     continue
-                scores = key[row, kv_head, positions] @ query[row, head, 0] * SCALE
+                scores = key[row, kv_head, positions] @ query[row, head, new] * SCALE
                 norm = torch.logsumexp(scores, 0)
                 if sink_logits is not None:
                     norm = torch.logaddexp(norm, sink_logits[head].cpu().double())
-                out[row, head, 0] = torch.exp(scores - norm) @ value[row, kv_head, positions]
+                out[row, head, new] = torch.exp(scores - norm) @ value[row, kv_head, positions]
         return out
 
     def check(self, sink_logits=None, **tuned):
@@ -88,6 +89,16 @@ def test_groups_of_any_size(device, group):
 @pytest.mark.parametrize("graphs", [2, 6, 1], ids=["group", "head", "layer"])
 def test_a_graph_per_group_head_or_layer(device, graphs):
     Case(device, (6, 2), graphs).check()
+
+
+@pytest.mark.parametrize(
+    ("heads", "graphs", "queries"), [((6, 2), 2, 2), ((6, 2), 6, 5), ((6, 2), 1, 3), ((8, 1), 1, 8)]
+)
+@pytest.mark.parametrize("sink", [None, 0.25])
+def test_several_queries_see_no_later_token(device, heads, graphs, queries, sink):
+    case = Case(device, heads, graphs, queries=queries)
+    case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)  # as models have it
+    case.check(None if sink is None else torch.full((heads[0],), sink, device=device))
 
 
 @pytest.mark.parametrize("layout", ["slab", "static"])
@@ -122,6 +133,14 @@ def test_sink_logit_is_a_key_without_a_value(device, n_indexed, sink):
 )
 def test_rows_of_any_coverage(device, first, n_indexed, length):
     Case(device, first=first, n_indexed=n_indexed, length=length).check()
+
+
+@pytest.mark.parametrize(
+    ("first", "n_indexed", "length"),
+    [((0, 0), (0, 0), 0), ((0, 5), (0, 0), 150), ((0, 63), (0, 0), 60), ((0, 3), (5, 6), 5), ((0, 40), (300, 41), 300)],
+)
+def test_several_queries_in_rows_of_any_coverage(device, first, n_indexed, length):
+    Case(device, first=first, n_indexed=n_indexed, length=length, queries=4).check()
 
 
 @pytest.mark.parametrize("listed", [1, 15, 16, 17, 63, 64, 65, 130])
