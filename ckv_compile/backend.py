@@ -6,6 +6,7 @@ A graph that cannot be rewritten is compiled as it is, and the report says why.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -28,6 +29,7 @@ from ckv_compile.passes.match_attention import Cache, find_sites
 from ckv_compile.passes.rewrite_decode import rewrite_decode
 from ckv_compile.passes.rewrite_plan import RewritePlan, uniform
 from ckv_compile.passes.rewrite_prefill import rewrite_prefill
+from ckv_compile.passes.several_queries import step_queries
 from ckv_compile.runtime import cuda_graphs
 from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.runner import GraphRunner, prepare
@@ -68,6 +70,7 @@ def communitykv(
         return _dense(gm, patches, record, entry_of)
 
     record.phase, record.cache, record.symbolic = plan.phase, plan.cache.name, plan.symbolic
+    record.queries, record.exact = plan.queries, plan.exact
     if plan.geometry.device.type == "cuda":
         importlib.import_module("ckv_compile.lowering")  # registers the kernels; imports triton
     log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
@@ -120,7 +123,10 @@ def _requires_grad(node: fx.Node) -> bool:
 
 def _rewrite(gm: fx.GraphModule, sites: list, config: CommunityConfig) -> tuple[RewritePlan | None, str | None]:
     try:
-        return (rewrite_decode if sites[0].is_decode else rewrite_prefill)(gm, sites, config), None
+        queries, exact = step_queries(sites, config)
+        if queries is not None:
+            return rewrite_decode(gm, sites, config, queries), None
+        return dataclasses.replace(rewrite_prefill(gm, sites, config), exact=exact), None
     except ValueError as error:
         return None, str(error)
 
@@ -243,7 +249,7 @@ def _mark_written_inputs(graph: fx.Graph) -> None:
 
 
 def _advances_counter(graph: fx.Graph, plan: RewritePlan) -> bool:
-    """Whether a decode graph itself adds one, once, to the counter of its static cache."""
+    """Whether a decode graph itself adds its new tokens, once, to the counter of its static cache."""
     if plan.phase != "decode" or plan.static_length is None or plan.static_length not in plan.keep:
         return False
     counter = graph_edit.placeholders(graph)[plan.keep.index(plan.static_length)]
@@ -252,7 +258,7 @@ def _advances_counter(graph: fx.Graph, plan: RewritePlan) -> bool:
         for node in graph.nodes
         if (written := mutated_argument(node)) is not None and memory_owner(written) is counter
     ]
-    return len(writes) == 1 and writes[0].target in ("add_", operator.iadd) and writes[0].args[1:] == (1,)
+    return len(writes) == 1 and writes[0].target in ("add_", operator.iadd) and writes[0].args[1:] == (plan.queries,)
 
 
 # ---------------------------------------------------------------------- Inductor's configuration

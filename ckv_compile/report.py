@@ -29,6 +29,8 @@ class GraphRecord:
     names: list[str] = dataclasses.field(default_factory=list)  # rewritten layers
     refusals: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (layer, reason)
     symbolic: list[str] = dataclasses.field(default_factory=list)
+    queries: int = 1  # new tokens per row of a decode step
+    exact: str | None = None  # why a prefill of few tokens is no decode step
     cuda_graphs: CudaGraphs | None = None  # what Inductor recorded of it, or why not
 
 
@@ -125,6 +127,7 @@ class Explanation:
         lines.append(f"attention layers rewritten: {len(self.rewritten)}")
         for reason, layers in _by_reason(self.refused).items():
             lines.append(f"attention layers left as they were: {len(layers)} ({_span(layers)}): {reason}")
+        lines += [f"{_kind(graph)} is exact: {graph.exact}" for graph in self.graphs if graph.exact is not None]
         lines.append(
             f"steps: {self.prefills} prefills, {self.decode_steps} decode steps, {self.sparse_steps} of them sparse"
         )
@@ -227,7 +230,8 @@ def _kind(graph: GraphRecord) -> str:
     if graph.phase == "dense":
         return "dense"
     cache = {"EMPTY": "new dynamic cache", "DYNAMIC": "dynamic cache", "STATIC": "static cache"}[graph.cache]
-    return f"{graph.phase} with a {cache}"
+    tokens = f" of {graph.queries} tokens" if graph.queries > 1 else ""
+    return f"{graph.phase}{tokens} with a {cache}"
 
 
 def _by_reason(refused: dict[str, list[str]]) -> dict[str, list[str]]:

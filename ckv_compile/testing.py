@@ -342,9 +342,19 @@ class Rewritten:
     sites: list
 
 
-def rewritten(captured: Captured, config: Any) -> Rewritten:
-    """Raises ValueError where the backend would leave the graph dense."""
-    from ckv_compile.passes import graph_edit, match_attention, rewrite_decode, rewrite_plan, rewrite_prefill
+def rewritten(captured: Captured, config: Any, *, several: bool = False) -> Rewritten:
+    """Raises ValueError where the backend would leave the graph dense.
+
+    several: a few new tokens are a decode step, as for the backend; otherwise they are a prefill.
+    """
+    from ckv_compile.passes import (
+        graph_edit,
+        match_attention,
+        rewrite_decode,
+        rewrite_plan,
+        rewrite_prefill,
+        several_queries,
+    )
 
     gm = graph_edit.copy_graph(captured.gm)
     sites, refusals = match_attention.find_sites(gm)
@@ -352,8 +362,12 @@ def rewritten(captured: Captured, config: Any) -> Rewritten:
     assert not refusals, refusals
     if reason := rewrite_plan.uniform(sites):
         raise ValueError(reason)
-    rewrite = rewrite_decode.rewrite_decode if sites[0].is_decode else rewrite_prefill.rewrite_prefill
-    return Rewritten(gm, rewrite(gm, sites, config), sites)
+    queries = 1 if sites[0].is_decode else None
+    if several:
+        queries, _ = several_queries.step_queries(sites, config)
+    if queries is None:
+        return Rewritten(gm, rewrite_prefill.rewrite_prefill(gm, sites, config), sites)
+    return Rewritten(gm, rewrite_decode.rewrite_decode(gm, sites, config, queries), sites)
 
 
 class RewrittenCache:
@@ -404,7 +418,7 @@ class RewrittenCache:
         if prefill:
             sequence.prefilled(sequence.length + plan.num_new(inputs))
         else:
-            sequence.length += 1
+            sequence.length += plan.queries
             sequence.offer_appended()
         return list(results)
 
@@ -441,7 +455,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
         return f" -> {', '.join(dict.fromkeys(parts))}" if parts else ""
 
     def of_this_layer(node: torch.fx.Node) -> bool:
-        call = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=True))
+        call = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
         key = call.get("key")
         return call.get("layer", layer) == layer and (key is None or name(key) in ("ckv_key_L", "key_cache"))
 
@@ -462,7 +476,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
             arguments = (
                 f"{a.name}={'L' if a.name == 'layer' else name(value)}" if not isinstance(value, torch.fx.Node)
                 else name(value)
-                for a, value in zip(node.target._schema.arguments, node.args, strict=True)
+                for a, value in zip(node.target._schema.arguments, node.args, strict=False)
             )  # fmt: skip
             text = f"{_op_name(node)}({', '.join(arguments)}){readers(node)}"
             lines += textwrap.wrap(text, 110, subsequent_indent="    ")

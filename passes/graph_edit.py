@@ -135,10 +135,11 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def has_symbol(value: object) -> bool:
+    """Whether a size is not known yet; a symbol that was specialised is."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return True
+        return bool(value.node.expr.free_symbols)
     if isinstance(value, torch.Tensor):
-        return any(isinstance(x, torch.SymInt) for x in (*value.shape, *value.stride(), value.storage_offset()))
+        return any(map(has_symbol, (*value.shape, *value.stride(), value.storage_offset())))
     return isinstance(value, tuple | list) and any(map(has_symbol, value))
 
 

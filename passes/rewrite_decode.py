@@ -23,8 +23,10 @@ from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_un
 ckv = torch.ops.ckv
 
 
-def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: CommunityConfig) -> RewritePlan:
-    """Rewrite a decode graph (one new token per row) in place and say how to call it.
+def rewrite_decode(
+    gm: fx.GraphModule, sites: list[AttentionSite], config: CommunityConfig, queries: int = 1
+) -> RewritePlan:
+    """Rewrite a decode graph with ``queries`` new tokens per row in place and say how to call it.
 
     Raises ValueError with the reason when the graph cannot be rewritten; the graph is then unusable.
     """
@@ -45,7 +47,7 @@ def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: Commu
             key, value = state[f"key_{layer}"], state[f"value_{layer}"]
         else:
             key, value = site.key_cache, site.value_cache
-        _replace(graph, site, layer, key, value, length_of[layer], state, config)
+        _replace(graph, site, layer, key, value, length_of[layer], queries, state, config)
 
     past, kv_outputs = [], []
     if cache is Cache.DYNAMIC:
@@ -53,7 +55,7 @@ def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: Commu
         past = [inputs.index(node) for site in sites for node in (site.past_key, site.past_value)]
         kv_outputs = [outputs.index(node) for site in sites for node in (site.key_cache, site.value_cache)]
         with graph.inserting_before(graph_edit.output_node(graph)):
-            advanced = graph.call_method("add_", (state["length"], 1))
+            advanced = graph.call_method("add_", (state["length"], queries))
         advanced.meta["example_value"] = state["length"].meta["example_value"]
     kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
@@ -83,6 +85,8 @@ def rewrite_decode(gm: fx.GraphModule, sites: list[AttentionSite], config: Commu
         static_length=static_length,
         static_capacity=capacity,
         batch=batch,
+        num_new=lambda args: queries,
+        queries=queries,
         symbolic=graph_edit.symbolic_nodes(graph),
     )
 
@@ -111,11 +115,20 @@ def _lengths(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.No
     """The node that holds the number of cached tokens before this step, per layer."""
     if sites[0].cache is Cache.DYNAMIC:
         return [state["length"]] * len(sites)
-    # The write position of the new token is that number; it was computed before the cache's counter moved.
-    return [site.position for site in sites]
+    # The write position of the first new token is that number; it was computed before the cache's counter moved.
+    return [_first_position(graph, site) for site in sites]
 
 
-def _replace(graph, site, layer, key, value, length, state, config) -> None:
+def _first_position(graph: fx.Graph, site: AttentionSite) -> fx.Node:
+    if shape_of(site.position) == (1,):
+        return site.position
+    with graph.inserting_after(site.position):
+        first = graph.call_function(torch.narrow, (site.position, 0, 0, 1))
+    graph_edit.set_example_values(graph, [first])
+    return first
+
+
+def _replace(graph, site, layer, key, value, length, queries, state, config) -> None:
     groups = site.num_kv_heads
     graphs = {"group": groups, "head": site.num_query_heads, "layer": 1}[config.graph_aggregation]
     sinks, window = config.num_sink_tokens, config.recent_window
@@ -142,7 +155,7 @@ def _replace(graph, site, layer, key, value, length, state, config) -> None:
             (shortlist, left_out, *(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
                                   "num_communities", "n_indexed")),
              capacity, length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window,
-             assigns_tokens(config)),
+             assigns_tokens(config), *((queries,) if queries > 1 else ())),
         )  # fmt: skip
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
         attended = (tokens, count, state["n_indexed"], capacity, length, state["first"])

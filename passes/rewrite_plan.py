@@ -67,6 +67,8 @@ class RewritePlan:
     static_capacity: Callable[[list], int] | None = None
     batch: Callable[[list], int] = lambda args: 1
     num_new: Callable[[list], int] = lambda args: 1
+    queries: int = 1  # new tokens per row of a decode step
+    exact: str | None = None  # of a prefill with so few tokens that it might have been one: why it is not
     symbolic: list[str] = dataclasses.field(default_factory=list)
 
 

@@ -24,7 +24,7 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
     """
     if rows:
         block = max(16, min(64, (4096 if parts == 1 else 2048) // rows))
-        return [dict(BLOCK_C=block, STAGES=2, num_warps=warps, num_stages=2) for warps in (8, 4)]
+        return [{"BLOCK_C": block, "STAGES": 2, "num_warps": warps, "num_stages": 2} for warps in (8, 4)]
     if parts > 1:
         block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)
         return [dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages) for warps in (4, 8)]

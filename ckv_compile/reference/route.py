@@ -32,7 +32,8 @@ def route(
     KV heads D is Hkv * D, the heads' keys side by side, and a head uses its KV head's part.
     size int32 [L, B, G, C], num_communities int32 [L, B, G]: flat. capacity: int32 [3]. length: int [1].
     score: "max" is the largest q . centroid * scale over the graph's heads and the Q queries, for which one retrieval
-    serves, "softmax" the sum over both of the softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
+    serves, "softmax" the sum over both of the softmax over communities, "recency" the community's id, "random" a hash
+    of (id, length, layer) in [0, 1).
     Ids from ``num_communities`` on and empty communities get -inf.
     """
     batch = query.shape[0]

@@ -3,12 +3,12 @@
 This thin wrapper lies outside AOTAutograd. A call whose cache or mask it cannot vouch for runs the graph as dynamo
 gave it: dense, never wrong.
 
-On CUDA a decode step never waits for the device. Its mask is read at the first step after a prefill, an adoption or a
-crop; at later ones it is verified on the device (``step_check``), and a mask that breaks the rule raises RuntimeError a
-step or more later. A step that the caller captures with ``torch.cuda.graph`` is launched as it is, unverified: what it
-needs must be there from a step before. No code of ours runs when the caller replays it, so the index stays as it was
-and new tokens are attended behind it, and the caller must not replay more steps than the cache has room for; calls after
-that look at everything again.
+A decode step has one new token per row, or a few. On CUDA it never waits for the device. Its mask is read at the first
+step after a prefill, an adoption or a crop; at later ones it is verified on the device (``step_check``), and a mask
+that breaks the rule raises RuntimeError a step or more later. A step that the caller captures with
+``torch.cuda.graph`` is launched as it is, unverified: what it needs must be there from a step before. No code of ours
+runs when the caller replays it, so the index stays as it was and new tokens are attended behind it, and the caller
+must not replay more steps than the cache has room for; calls after that look at everything again.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class GraphRunner:
         )
         self._kept, self._past = _picker(plan.keep), _picker(plan.past)
         self._verifies_later = verifies_later(plan.geometry.device)
+        self._new = plan.queries  # of a decode step
         self._masked = plan.padding is not None or plan.mask is not None
         cache = plan.cache.name
         self.call = {
@@ -150,7 +151,7 @@ class GraphRunner:
         captured = cuda_graphs.capturing()
         past = self._past(args)
         sequence, slab = self._known(past)
-        if sequence is not None and sequence.length == slab.capacity:
+        if sequence is not None and sequence.length + self._new > slab.capacity:
             sequence = slab = None
         if captured:
             if sequence is None:
@@ -161,10 +162,10 @@ class GraphRunner:
             if length is None:
                 return self._run_dense(args, statistics, UNEVEN_LAYERS)
             batch = self.plan.batch(args)
-            first = self._padding(args, batch, length + 1)
+            first = self._padding(args, batch, length + self._new)
             if first is None:
                 return self._run_dense(args, statistics, NOT_LEFT_PADDING)
-            sequence, slab = self._locate(past, batch, 1, first, statistics)
+            sequence, slab = self._locate(past, batch, self._new, first, statistics)
             if self._verifies_later and self._masked:
                 sequence.judged()
         slab.reserved = True
@@ -180,7 +181,7 @@ class GraphRunner:
                 sequence.first_device,
                 *sequence.index.nominal_of(self._index_names),
             )
-            sequence.length += 1
+            sequence.length += self._new
             if not captured:
                 sequence.offer_appended()
             return self._outputs(self.graphs.keep(results, args), slab.views(sequence.length))
@@ -306,7 +307,7 @@ class GraphRunner:
             sequence.captured = True
         elif sequence is None or not self._goes_on(args, sequence, counter):
             batch, length = plan.batch(args), int(counter)
-            first = self._static_padding(args, batch, length, 1)
+            first = self._static_padding(args, batch, length, self._new)
             if first is None:
                 return self._run_dense(args, statistics, NOT_CAUSAL)
             if sequence is not None and sequence.captured and sequence.length < length:
@@ -325,7 +326,7 @@ class GraphRunner:
             results = self.compiled(
                 *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)
             )
-            sequence.length += 1
+            sequence.length += self._new
             self._remember_static(key, counter, sequence)
             if not captured:
                 sequence.offer_appended()
@@ -403,14 +404,14 @@ class GraphRunner:
             return False
         if self.plan.mask is not None:
             mask = args[self.plan.mask]
-            if not length < mask.shape[3] <= check.capacity:
+            if self._new > 1 or not length < mask.shape[3] <= check.capacity:
                 return False
             check.verify_given(mask, length)
         elif self.plan.padding is not None:
             mask = args[self.plan.padding]
-            if mask.shape[1] <= length:
+            if mask.shape[1] < length + self._new:
                 return False
-            check.verify_padding(mask, length)
+            check.verify_padding(mask, length, self._new)
         if counter is not None and not counted:
             check.verify_counter(counter, length)
         check.conclude()
@@ -424,7 +425,7 @@ class GraphRunner:
             mask = args[self.plan.mask]
             first = padding_of_given(mask, length, mask.shape[0])
         else:
-            first = self._padding(args, self.plan.batch(args), length + 1)
+            first = self._padding(args, self.plan.batch(args), length + self._new)
         return "a mask that is not left padding" if first is None else f"a mask that is zero for the first {first}"
 
     def _begin(self, sequence: Sequence, statistics, first: list[int], length: int = 0) -> None:
@@ -437,7 +438,7 @@ class GraphRunner:
         statistics.decode_steps += 1
         if sequence.indexed_layers() == self.plan.geometry.num_layers:
             statistics.sparse_steps += 1
-        elif sequence.length + 1 <= self.config.min_context:
+        elif sequence.length + self._new <= self.config.min_context:
             statistics.dense("the context is not longer than min_context")
         elif sequence.unseen_queries:
             statistics.dense("the backend never saw the queries of this prompt, which graph='attention' needs")

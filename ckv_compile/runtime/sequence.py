@@ -142,10 +142,14 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """The cache was cropped to ``length`` tokens, or a call that would have gone beyond them failed."""
         self._forget_judgement()
-        self._forget_submitted()
+        # Rejected drafts were never submitted: what is under way then describes tokens that stay.
+        reached = max(self.refreshed_at, *self.submitted, *(edges.tokens for edges in self.edges))
+        if reached > length:
+            self._forget_submitted()
         self.index.truncate(length)
         for layer, edges in enumerate(self.edges):
-            self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
+            if reached > length:
+                self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
             if edges.tokens > length:
                 self.edges[layer] = _cut(edges, length)
         self.length, self.refreshed_at = length, min(self.refreshed_at, length)

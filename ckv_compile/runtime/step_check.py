@@ -39,9 +39,9 @@ class StepCheck:
         self._verdict = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
         self._seen = self._verdict.numpy()
 
-    def verify_padding(self, mask: torch.Tensor, length: int) -> None:
-        """mask [batch, >= length + 1]: nonzero exactly from ``first`` to the new token at ``length``."""
-        upto = length + 1
+    def verify_padding(self, mask: torch.Tensor, length: int, new: int = 1) -> None:
+        """mask [batch, >= length + new]: nonzero exactly from ``first`` to the last of the new tokens at ``length`` .."""
+        upto = length + new
         torch.logical_xor(mask[:, :upto], self._real[:, :upto], out=self._entries(self.batch, upto))
         self.what = "attention_mask"
 

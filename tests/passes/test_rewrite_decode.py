@@ -40,9 +40,9 @@ EXACT = {**SMALL, "budget": 64}  # the whole context fits, so nothing is lost
 FIRST = {"llama": [3, 0], "qwen2": [0, 0], "qwen3": [3, 0], "mistral": [0, 0]}
 
 
-def turns(family: str, cache: str) -> tuple[Captured, ...]:
+def turns(family: str, cache: str, lengths: tuple[int, ...] = (40, 1, 5)) -> tuple[Captured, ...]:
     sizes = {} if family == "llama" else {"num_hidden_layers": 1}
-    return captured_turns(family, cache, any(FIRST[family]), **sizes)
+    return captured_turns(family, cache, any(FIRST[family]), lengths, **sizes)
 
 
 def decode_text(cache: str, graph: str) -> str:
@@ -248,11 +248,13 @@ def test_a_static_cache_keeps_its_inputs_its_writes_and_its_outputs():
 # ---------------------------------------------------------------------- what it computes
 
 
-def both(graphs: tuple[Captured, ...], config: CommunityConfig, first: list[int]) -> list[tuple[list, list]]:
+def both(
+    graphs: tuple[Captured, ...], config: CommunityConfig, first: list[int], *, several: bool = False
+) -> list[tuple[list, list]]:
     """Per call: what dynamo's graph returned or wrote, and what the rewritten one did, which all share one state."""
     cache, pairs = None, []
     for captured in graphs:
-        result = rewritten(captured, config)
+        result = rewritten(captured, config, several=several)
         plan = result.plan
         cache = cache or RewrittenCache(config, plan, first)
         theirs, ours = copy.deepcopy(captured.inputs), copy.deepcopy(captured.inputs)
@@ -294,6 +296,73 @@ def _real(value: object, first: list[int], begin: int) -> object:
 def test_every_turn_equals_the_graph_before(cache, family, options):
     for expected, got in both(turns(family, cache), CommunityConfig(**EXACT, **options), FIRST[family]):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+SEVERAL = 2  # number of the call with several tokens, which specialises their number in what it is given
+LENGTHS = (40, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"score": "softmax"}, {"graph_aggregation": "layer"}, {"policy": "random"}], ids=str
+)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["llama", "mistral"], ids=["padded", "unpadded"])
+def test_a_step_of_several_tokens_equals_the_graph_before(family, cache, options):
+    config = CommunityConfig(**EXACT, **options)
+    assert rewritten(turns(family, cache, LENGTHS)[SEVERAL], config, several=True).plan.queries == 4
+    for expected, got in both(turns(family, cache, LENGTHS), config, FIRST[family], several=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_several_tokens_is_a_decode_graph():
+    result = rewritten(turns("qwen2", "dynamic", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
+    assert_expected_inline(
+        rewritten_text(result, 0),
+        """\
+decode, dynamic cache; past K and V are not inputs, K and V are not outputs
+ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
+    [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
+    [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
+    [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
+    ckv_scores float32 [1]; ckv_tally int64 [1]
+ckv_length.to(torch.int64) -> model
+append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False, num_new=4)
+    -> [0] -> sparse_attention, [1] -> sparse_attention
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
+ckv_length.add_(4)""",
+    )
+
+
+def test_a_step_of_several_tokens_on_a_static_cache_reads_the_first_position():
+    result = rewritten(turns("qwen2", "static", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
+    assert_expected_inline(
+        rewritten_text(result, 0),
+        """\
+decode, static cache; past K and V are inputs, K and V are not outputs
+ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
+    ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
+    ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
+    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max',
+    position.narrow(0, 0, 1), slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position.narrow(0, 0, 1), ckv_first,
+    ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False,
+    num_new=4) -> [0] -> sparse_attention, [1] -> sparse_attention
+sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position.narrow(0, 0, 1), ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1,
+    recent_window=2) -> model""",
+    )
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -38,6 +38,14 @@ def test_masks_that_go_on_pass(first, dtype, extra):
     assert not check.concluded()
 
 
+def test_masks_of_several_new_tokens():
+    check = StepCheck(1, 32, [2], 9, CPU)
+    for length, mask, failed in ((10, padding_mask([2], 14), False), (14, padding_mask([2], 18) * 0, True)):
+        check.verify_padding(mask, length, 4)
+        check.conclude()
+        assert check.failed() is failed
+
+
 def test_any_nonzero_entry_counts_as_one():
     check = StepCheck(1, 32, [2], 9, CPU)
     assert steps(check, [padding_mask([2], 11) * 7]) == [False]

@@ -19,6 +19,7 @@ from ckv_compile.fake_cuda import generated_code
 from ckv_compile.testing import captured_turns, rewritten
 
 DECODE, LAYERS = 1, 2
+ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that only this template has
     "KEY_NEW": "append_kv", "CENTROID": "route", "MEMBER": "retrieve", "TOKENS": "sparse_attention", "TOTAL": "merge_splits",
 }  # fmt: skip
@@ -48,10 +49,12 @@ def to_cuda(argument):
 
 
 @functools.cache
-def decode_step(cache: str, **options) -> tuple[list[str], str]:
+def decode_step(cache: str, lengths: tuple[int, ...] = ONE, **options) -> tuple[list[str], str]:
     """(names of the graph's inputs, code) of a decode step of two layers of Llama on a GPU."""
     config = CommunityConfig(min_context=0, workers=0, num_sink_tokens=1, recent_window=2, budget=64, **options)
-    gm = rewritten(captured_turns("llama", cache, False, num_hidden_layers=LAYERS)[DECODE], config).gm
+    gm = rewritten(
+        captured_turns("llama", cache, False, lengths, num_hidden_layers=LAYERS)[DECODE], config, several=True
+    ).gm
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in gm.graph.nodes:
         if node.op != "placeholder":
@@ -60,6 +63,8 @@ def decode_step(cache: str, **options) -> tuple[list[str], str]:
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
         elif node.target is operator.getitem:
             node.target = take
+        elif node.target == "contiguous":  # asks for a CUDA build where it copies
+            node.target, node.kwargs = "clone", {"memory_format": torch.contiguous_format}
     gm.recompile()
 
     def arguments():
@@ -157,9 +162,28 @@ fused length!""",
     )
 
 
+def test_a_step_of_several_tokens_launches_the_same():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", SEVERAL)),
+        """\
+append_kv 4x5x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 40x1x1
+append_kv 4x5x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 40x1x1
+fused length!""",
+    )
+
+
+@pytest.mark.parametrize("lengths", [ONE, SEVERAL], ids=["one", "several"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_nothing_is_copied_and_no_size_is_symbolic(cache):
-    _, code = decode_step(cache)
+def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths):
+    _, code = decode_step(cache, lengths)
     call = code[code.index("def call(") :]
     assert "ops.ckv" not in call, "an operator has no kernel"
     assert not re.search(r"\.copy_\(|\.clone\(|\bclone\b", call)
