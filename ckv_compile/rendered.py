@@ -105,6 +105,28 @@ def append_kv(key, value, key_new, value_new, length):
     return positions
 
 
+def grouped_linear(input, weights, biases=None, **tuned):
+    """``ckv::grouped_linear`` by its kernel, for input ``[M, K]``."""
+    out = poisoned((input.shape[0], sum(weight.shape[0] for weight in weights)), input.dtype, input.device)
+    grouped_linear_launch(input, weights, biases, out, **tuned)()
+    return out
+
+
+def grouped_linear_launch(input, weights, biases, out, **tuned):
+    """What launches that kernel, as often as it is called, to write ``out``."""
+    from ckv_compile.lowering import grouped_linear as lowering
+
+    biases = biases or [None] * len(weights)
+    biased = [bias is not None for bias in biases]
+    constants = lowering.constants_of(*input.shape, [weight.shape[0] for weight in weights], biased)
+    constants = {**constants, **lowering.configs(*input.shape, input.dtype)[0], **tuned}
+    kernel = RenderedKernel("grouped_linear", [], constants)
+    tensors = {f"WEIGHT_{i}": weight for i, weight in enumerate(weights)}
+    tensors |= {f"BIAS_{i}": bias for i, bias in enumerate(biases)}
+    grid = (lowering.programs(constants), 1, 1)
+    return lambda: kernel(grid, {"INPUT": input, **tensors}, out)
+
+
 def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
     """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out)."""
     from ckv_compile.lowering import route as lowering
