@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,9 @@ class RenderedKernel:
 def _load(text: str) -> Any:
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     path = Path(tempfile.gettempdir()) / f"ckv_rendered_{digest}.py"
-    path.write_text(text)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    own.replace(path)  # another process may be reading it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -29,19 +29,25 @@ def configs(rows: int, channels: int, dtype: torch.dtype) -> list[Config]:
     widest = max(16, next_power_of_2(channels))
     if rows == 1:
         lane = 16 // dtype.itemsize  # of one load of 16 bytes
-        tuned = ((4, 4, 1, 1), (4, 4, 1, 2), (8, 4, 1, 1), (2, 4, 1, 2), (4, 2, 1, 2), (4, 8, 1, 1), (8, 2, 1, 1),
-                 (4, 4, 3, 1), (8, 4, 3, 1), (4, 1, 1, 4))  # fmt: skip
-        found = [
-            dict(BLOCK_N=block, BLOCK_K=min(widest, lane * 32 * warps), STAGES=stages, UNROLL=unroll, num_warps=warps)
-            for block, warps, stages, unroll in tuned
-        ]
+        tuned = [
+            (block, lane * 32 * warps, stages, unroll, warps)
+            for block, warps, stages, unroll in (
+                (4, 4, 1, 1), (4, 4, 1, 2), (8, 4, 1, 1), (2, 4, 1, 2), (4, 2, 1, 2), (4, 8, 1, 1), (8, 2, 1, 1),
+                (4, 4, 3, 1), (8, 2, 3, 1), (4, 1, 1, 4),
+            )
+        ]  # fmt: skip
     else:
-        tuned = ((16, 256, 4, 2), (16, 256, 4, 4), (16, 128, 6, 2), (32, 128, 5, 4), (32, 256, 4, 4), (16, 512, 3, 4))
-        found = [
-            dict(BLOCK_N=block, BLOCK_K=min(widest, wide * 2 // dtype.itemsize), STAGES=stages, UNROLL=1, num_warps=warps)
-            for block, wide, stages, warps in tuned
-        ]
-    return [{**one, "num_stages": one["STAGES"]} for one in found]
+        tuned = [
+            (block, wide // dtype.itemsize, stages, 1, warps)
+            for block, wide, stages, warps in (
+                (16, 512, 4, 2), (16, 512, 4, 4), (16, 256, 6, 2), (32, 256, 5, 4), (32, 512, 4, 4), (16, 1024, 3, 4),
+            )
+        ]  # fmt: skip
+    return [
+        {"BLOCK_N": block, "BLOCK_K": min(widest, wide), "STAGES": stages, "UNROLL": unroll, "num_warps": warps,
+         "num_stages": stages}
+        for block, wide, stages, unroll, warps in tuned
+    ]  # fmt: skip
 
 
 @register_lowering(_op, type_promotion_kind=None)
@@ -51,9 +57,10 @@ def grouped_linear(input: Any, weights: Sequence[Any], biases: Sequence[Any | No
     if not _applies(input, weights, math.prod(lead)):
         return fallback_handler(_op)(input, weights, biases)
     rows = math.prod(lead)
-    (row,) = fixed(view(input, [rows, channels]))
     given = [bias for bias in biases if bias is not None]
-    inputs = [ir.ExternKernel.require_contiguous(row), *(fixed(*weights)), *(fixed(*given) if given else [])]
+    beside = [ir.ExternKernel.require_contiguous(node) for node in (view(input, [rows, channels]), *given)]
+    row, *given = fixed(*beside)
+    inputs = [row, *fixed(*weights), *given]
     constants = constants_of(rows, channels, sizes, [bias is not None for bias in biases])
     dtype = input.get_dtype()
     out = template(inputs, ([rows, sum(sizes)], dtype), [], constants, configs(rows, channels, dtype))
@@ -73,7 +80,7 @@ def _applies(input: Any, weights: Sequence[Any], rows: int) -> bool:
 
 def constants_of(rows: int, channels: int, sizes: Sequence[int], biased: Sequence[bool]) -> dict[str, Any]:
     padded = [*sizes, 0, 0, 0, 0]
-    return dict(
-        M=rows, K=channels, MATRICES=len(sizes), N0=padded[0], N1=padded[1], N2=padded[2], N3=padded[3],
-        BIASED=sum(given << number for number, given in enumerate(biased)),
-    )  # fmt: skip
+    return {
+        "M": rows, "K": channels, "MATRICES": len(sizes), "N0": padded[0], "N1": padded[1], "N2": padded[2],
+        "N3": padded[3], "BIASED": sum(given << number for number, given in enumerate(biased)),
+    }  # fmt: skip
