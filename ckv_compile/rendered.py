@@ -111,23 +111,25 @@ def append_kv(key, value, key_new, value_new, length):
 def grouped_linear(input, weights, biases=None, **tuned):
     """``ckv::grouped_linear`` by its kernel, for input ``[M, K]``."""
     out = poisoned((input.shape[0], sum(weight.shape[0] for weight in weights)), input.dtype, input.device)
-    grouped_linear_launch(input, weights, biases, out, **tuned)()
+    kernel, grid = grouped_linear_kernel(input, weights, biases, **tuned)
+    kernel(grid, grouped_linear_tensors(input, weights, biases), out)
     return out
 
 
-def grouped_linear_launch(input, weights, biases, out, **tuned):
-    """What launches that kernel, as often as it is called, to write ``out``."""
+def grouped_linear_kernel(input, weights, biases=None, **tuned):
+    """That kernel for tensors of these shapes, and its grid."""
     from ckv_compile.lowering import grouped_linear as lowering
 
-    biases = biases or [None] * len(weights)
-    biased = [bias is not None for bias in biases]
+    biased = [bias is not None for bias in biases or [None] * len(weights)]
     constants = lowering.constants_of(*input.shape, [weight.shape[0] for weight in weights], biased)
     constants = {**constants, **lowering.configs(*input.shape, input.dtype)[0], **tuned}
-    kernel = RenderedKernel("grouped_linear", [], constants)
-    tensors = {f"WEIGHT_{i}": weight for i, weight in enumerate(weights)}
-    tensors |= {f"BIAS_{i}": bias for i, bias in enumerate(biases)}
-    grid = (lowering.programs(constants), 1, 1)
-    return lambda: kernel(grid, {"INPUT": input, **tensors}, out)
+    return RenderedKernel("grouped_linear", [], constants), (lowering.programs(constants), 1, 1)
+
+
+def grouped_linear_tensors(input, weights, biases=None):
+    """Its tensors by name."""
+    named = {f"WEIGHT_{i}": weight for i, weight in enumerate(weights)}
+    return {"INPUT": input, **named, **{f"BIAS_{i}": bias for i, bias in enumerate(biases or [])}}
 
 
 def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
