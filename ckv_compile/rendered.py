@@ -162,7 +162,7 @@ def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budge
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
     constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots)
-    constants = {**constants, **lowering.configs(slots)[0], **tuned}
+    constants = {**constants, **lowering.configs(slots, batch * num_graphs)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
     tensors = dict(

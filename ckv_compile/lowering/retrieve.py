@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.lowering.route import num_programs
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, static_size
 
 _op = torch.ops.ckv.retrieve.default
@@ -19,10 +19,14 @@ template = Template(
 )
 
 
-def configs(slots: int) -> list[Config]:
+def configs(slots: int, rows: int = 1) -> list[Config]:
+    """Programs of a graph and their warps; where rows and graphs are many, fewer programs fill the device."""
+    if rows > 16 and slots <= 2048:
+        shapes = ((8, 8), (16, 8), (16, 4))
+    else:
+        shapes = ((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8))
     return [
-        dict(PARTS=parts, OWN=slots // parts, BLOCK_J=16, num_warps=warps, num_stages=1)
-        for parts, warps in (((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8)))
+        dict(PARTS=parts, OWN=slots // parts, BLOCK_J=16, num_warps=warps, num_stages=1) for parts, warps in shapes
     ]
 
 
@@ -49,7 +53,7 @@ def retrieve(
         *fixed(num_communities, n_indexed, capacity, length, first), tally, tokens,
     ]  # fmt: skip
     constants = constants_of(batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots)
-    count = template(inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots))
+    count = template(inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots, batch * num_graphs))
     return [tokens, count]
 
 
@@ -58,5 +62,5 @@ def constants_of(
 ) -> dict[str, Any]:
     return dict(
         BATCH=batch, GRAPHS=graphs, BUDGET=budget, SINKS=sinks, WINDOW=window, SLOTS=slots,
-        PROGRAMS=PROGRAMS, HAS_LOG=has_log,
+        PROGRAMS=num_programs(batch * graphs), HAS_LOG=has_log,
     )  # fmt: skip

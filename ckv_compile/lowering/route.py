@@ -16,6 +16,11 @@ RUN = 4  # communities with consecutive ids that a program takes together: 512 b
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
 
+def num_programs(rows: int) -> int:
+    """Programs that share a graph, of so many rows and graphs: enough to fill the device, each with as much as can be."""
+    return max(16, min(PROGRAMS, next_power_of_2(512 // rows)))
+
+
 def configs(score: str, parts: int = 1, dim: int = 128) -> list[Config]:
     """The second pass of score "softmax" holds more per program, so it gets more warps.
 
@@ -54,9 +59,10 @@ def route(
         return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
     inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
     if score == "softmax":
-        mass = empty([batch, heads, PROGRAMS], torch.float32, device)
+        statistics = [batch, heads, constants["PROGRAMS"]]
+        mass = empty(statistics, torch.float32, device)
         top = template(
-            [*inputs, mass], ([batch, heads, PROGRAMS], torch.float32), [mass], {**constants, "STATISTICS": True}, tuned
+            [*inputs, mass], (statistics, torch.float32), [mass], {**constants, "STATISTICS": True}, tuned
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
@@ -67,10 +73,10 @@ def constants_of(
     batch: int, heads: int, dim: int, graphs: int, kv_heads: int, scale: float, score: str, slots: int
 ) -> dict[str, Any]:
     """The template's constants; one graph over several KV heads reads its centroids in as many parts."""
-    parts = kv_heads if graphs == 1 else 1
+    parts, programs = kv_heads if graphs == 1 else 1, num_programs(batch * graphs)
     return dict(
         BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=heads // (graphs * parts), D=dim, SM_SCALE=scale,
         BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(heads // (graphs * parts))),
-        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=512, ATTEMPTS=24,
+        PROGRAMS=programs, QUOTA=slots // programs, RUN=RUN, CHUNK=512, ATTEMPTS=24,
         SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
     )  # fmt: skip
