@@ -149,7 +149,7 @@ def claims_of(rows: list[dict], cases: list[Case]) -> dict[str, float]:
 
     "first" has the first configuration in every case, "best" the fastest of each.
     """
-    claims = {}
+    claims: dict[str, float] = {}
     speeds: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "speed":

@@ -7,6 +7,7 @@ slow: the projections of one input do better together. Their weights stay where 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,7 @@ def _replace(graph: fx.Graph, group: list[fx.Node]) -> None:
         begin += size
 
 
-def _parts(node: fx.Node) -> tuple[object, object, object]:
+def _parts(node: fx.Node) -> tuple[Any, Any, Any]:
     """Input, weight and bias of a linear layer."""
     given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
     return given.get("input"), given.get("weight"), given.get("bias")
