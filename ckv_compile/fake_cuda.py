@@ -53,10 +53,10 @@ def pretend_gpu() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.runtime import hints
 
-    known = dict(
-        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
-    )  # fmt: skip
+    known = {
+        "type": "cuda", "index": 0, "multi_processor_count": 132, "cc": 90, "major": 9, "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32,
+    }  # fmt: skip
     properties = hints.DeviceProperties(**{k: v for k, v in known.items() if k in hints.DeviceProperties._fields})
     with contextlib.ExitStack() as stack:
 

@@ -87,7 +87,8 @@ def _load(text: str) -> Any:
     own.write_text(text)
     own.replace(path)  # another process may be reading it
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.kernel
@@ -103,7 +104,7 @@ def append_kv(key, value, key_new, value_new, length):
     batch, heads, tokens, dim = key_new.shape
     constants = lowering.constants_of(batch, heads, tokens, dim, value_new.shape[3])
     positions = poisoned((batch, heads, tokens), torch.int32, key.device)
-    tensors = dict(KEY_NEW=key_new, VALUE_NEW=value_new, LENGTH=length, KEY=key, VALUE=value)
+    tensors = {"KEY_NEW": key_new, "VALUE_NEW": value_new, "LENGTH": length, "KEY": key, "VALUE": value}
     RenderedKernel("append_kv", [], {**constants, "num_warps": 1})((batch * heads, tokens, 1), tensors, positions)
     return positions
 
@@ -142,16 +143,23 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
-    tensors = dict(
-        QUERY=query, CENTROID=state.centroid, CENTROID_SCALE=state.centroid_scale, CHANNEL_SCALE=state.channel_scale,
-        SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity_of(layer), LENGTH=length, SCORES=state.scores,
-        SHORTLIST=shortlist,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "CENTROID": state.centroid,
+        "CENTROID_SCALE": state.centroid_scale,
+        "CHANNEL_SCALE": state.channel_scale,
+        "SIZE": state.size,
+        "NUMBER": state.num_communities,
+        "CAPACITY": state.capacity_of(layer),
+        "LENGTH": length,
+        "SCORES": state.scores,
+        "SHORTLIST": shortlist,
+    }
     if score == "softmax":
         shape = (batch, heads, constants["PROGRAMS"])
         top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
         RenderedKernel("route", [], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
-        tensors |= dict(TOP=top, MASS=mass)
+        tensors |= {"TOP": top, "MASS": mass}
     RenderedKernel("route", [], constants)(grid, tensors, left_out)
     return shortlist, left_out
 
@@ -165,12 +173,24 @@ def retrieve(shortlist, left_out, state, length, first, layer, num_graphs, budge
     constants = {**constants, **lowering.configs(slots, batch * num_graphs)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
-    tensors = dict(
-        SHORTLIST=shortlist, LEFT_OUT=left_out, SCORES=state.scores, START=state.start, STORED=state.stored,
-        SIZE=state.size, MEMBER=state.member, LOG=state.log_community, LOG_FIRST=state.log_first,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, CAPACITY=state.capacity_of(layer), LENGTH=length, FIRST=first,
-        TALLY=state.tally, TOKENS=tokens,
-    )  # fmt: skip
+    tensors = {
+        "SHORTLIST": shortlist,
+        "LEFT_OUT": left_out,
+        "SCORES": state.scores,
+        "START": state.start,
+        "STORED": state.stored,
+        "SIZE": state.size,
+        "MEMBER": state.member,
+        "LOG": state.log_community,
+        "LOG_FIRST": state.log_first,
+        "NUMBER": state.num_communities,
+        "N_INDEXED": state.n_indexed,
+        "CAPACITY": state.capacity_of(layer),
+        "LENGTH": length,
+        "FIRST": first,
+        "TALLY": state.tally,
+        "TOKENS": tokens,
+    }
     grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
     RenderedKernel("retrieve", ["attended"], constants)(grid, tensors, count)
     return tokens, count
@@ -204,24 +224,39 @@ def sparse_attention(
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads, value_dim), torch.float32, query.device)
     top, mass = (poisoned((batch, splits, heads), torch.float32, query.device) for _ in range(2))
-    tensors = dict(
-        QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
-        FIRST=first, TOP=top, MASS=mass,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "KEY": key,
+        "VALUE": value,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+        "TOP": top,
+        "MASS": mass,
+    }
     grid = (splits, batch * constants["LISTS"], 1)
     RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
     out = poisoned((batch, heads, 1, value_dim), query.dtype, query.device)
     constants = lowering.merge_constants(batch, heads, value_dim, splits, has_sinks=sink_logits is not None)
     merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
-    merged((batch * heads, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
+    merged((batch * heads, 1, 1), {"TOTAL": total, "TOP": top, "MASS": mass, "SINK_LOGITS": sink_logits}, out)
     return out
 
 
 def key_edges(key, tokens, count, n_indexed, capacity, length, first, sinks, window, kappa, graphs, **tuned):
     """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(
-        KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length, FIRST=first
-    )
+    tensors = {
+        "KEY": key,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+    }
     return _edges(tensors, key.shape[1], graphs, None, sinks, window, kappa, tuned)
 
 
@@ -229,10 +264,16 @@ def approximate_edges(
     query, key, tokens, count, n_indexed, capacity, length, first, scale, sinks, window, kappa, **tuned
 ):  # fmt: skip
     """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(
-        QUERY=query, KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
-        FIRST=first,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "KEY": key,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+    }
     return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
 
 
@@ -268,30 +309,37 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
     plans = lowering.plan_constants(batch, num_graphs, lists, kappa, sinks, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
     plan = poisoned((batch, num_graphs), torch.int32, neighbor.device)
-    scratch = dict(
-        COMMUNITY=poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
-        INCREMENT=poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
-        SUMS=poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
-    )
-    shared = dict(
-        LABEL=state.label, COMMUNITY_WEIGHT=state.community_weight, TOTAL=state.total_weight,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, LOG_FIRST=state.log_first,
-        CAPACITY=state.capacity_of(layer), LENGTH=length,
-    )  # fmt: skip
+    scratch = {
+        "COMMUNITY": poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
+        "INCREMENT": poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
+        "SUMS": poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
+    }
+    shared = {
+        "LABEL": state.label, "COMMUNITY_WEIGHT": state.community_weight, "TOTAL": state.total_weight,
+        "NUMBER": state.num_communities, "N_INDEXED": state.n_indexed, "LOG_FIRST": state.log_first,
+        "CAPACITY": state.capacity_of(layer), "LENGTH": length,
+    }  # fmt: skip
     grid = (batch * num_graphs, 1, 1)
-    tensors = dict(
-        NEIGHBOR=neighbor, WEIGHT=weight, GAMMA=state.gamma, FIRST=first, EDGE_NEIGHBOR=state.edge_neighbor,
-        EDGE_WEIGHT=state.edge_weight,
-    )  # fmt: skip
+    tensors = {
+        "NEIGHBOR": neighbor, "WEIGHT": weight, "GAMMA": state.gamma, "FIRST": first, "EDGE_NEIGHBOR": state.edge_neighbor,
+        "EDGE_WEIGHT": state.edge_weight,
+    }  # fmt: skip
     RenderedKernel("plan_token", [], {**plans, **lowering.plan_configs(plans)[0]})(
         grid, {**shared, **tensors, **scratch}, plan
     )
     commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], entries)
-    tensors = dict(
-        PLAN=plan, KEY_NEW=key_new, CHANNEL_SCALE=state.channel_scale, CENTROID=state.centroid,
-        CENTROID_SCALE=state.centroid_scale, CENTROID_MEAN=state.centroid_mean, START=state.start, STORED=state.stored,
-        SIZE=state.size, LOG=state.log_community,
-    )  # fmt: skip
+    tensors = {
+        "PLAN": plan,
+        "KEY_NEW": key_new,
+        "CHANNEL_SCALE": state.channel_scale,
+        "CENTROID": state.centroid,
+        "CENTROID_SCALE": state.centroid_scale,
+        "CENTROID_MEAN": state.centroid_mean,
+        "START": state.start,
+        "STORED": state.stored,
+        "SIZE": state.size,
+        "LOG": state.log_community,
+    }
     assigned = poisoned((batch,), torch.int32, neighbor.device)
     RenderedKernel("assign_token", [], {**commits, **lowering.commit_configs()[0]})(
         grid, {**shared, **tensors, **scratch}, assigned

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.sparse_attention.default
@@ -20,7 +21,13 @@ def configs(dtype: torch.dtype, dim: int) -> list[Config]:
     least = 8 if dtype.itemsize == 4 else 4
     block = 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
     return [
-        dict(BLOCK_N=block, LIST_STAGES=lists, TAIL_STAGES=tail, num_warps=max(least, warps), num_stages=tail)
+        {
+            "BLOCK_N": block,
+            "LIST_STAGES": lists,
+            "TAIL_STAGES": tail,
+            "num_warps": max(least, warps),
+            "num_stages": tail,
+        }
         for lists, tail, warps in ((1, 2, 4), (2, 2, 4), (1, 3, 4), (1, 2, 8))
     ]
 
@@ -53,12 +60,12 @@ def sparse_attention(
     inputs = [*fixed(query, key, value, tokens, count, n_indexed, capacity, length, first), top, mass]
     total = attend(
         inputs, ([batch, splits, heads, value_dim], torch.float32), [top, mass], attends,
-        configs(query.get_dtype(), max(dim, value_dim)),
+        configs(query.get_dtype(), max(dim, value_dim)), makers(batch, graphs, 1, 1, budget),
     )  # fmt: skip
     sinks = [] if sink_logits is None else fixed(sink_logits)
     merges = merge_constants(batch, heads, value_dim, splits, has_sinks=bool(sinks))
     out = ([batch, heads, 1, value_dim], query.get_dtype())
-    return merge([*fixed(total), top, mass, *sinks], out, [], merges, [dict(num_warps=4, num_stages=1)])
+    return merge([*fixed(total), top, mass, *sinks], out, [], merges, [{"num_warps": 4, "num_stages": 1}])
 
 
 def attend_constants(
@@ -67,16 +74,32 @@ def attend_constants(
 ) -> dict[str, Any]:  # fmt: skip
     """The split kernel's constants; where there are more graphs than KV heads, or fewer, the larger number of lists."""
     lists = max(graphs, kv_heads)
-    return dict(
-        BATCH=batch, LISTS=lists, GRAPHS=graphs, KV_HEADS=kv_heads, HEADS=heads // lists, D=dim, DV=value_dim,
-        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_DV=max(16, next_power_of_2(value_dim)),
-        BLOCK_H=max(16, next_power_of_2(heads // lists)), BUDGET=budget, SM_SCALE=scale,
-        SPLITS=num_splits(batch * lists), SINKS=sinks, WINDOW=window,
-    )  # fmt: skip
+    return {
+        "BATCH": batch,
+        "LISTS": lists,
+        "GRAPHS": graphs,
+        "KV_HEADS": kv_heads,
+        "HEADS": heads // lists,
+        "D": dim,
+        "DV": value_dim,
+        "BLOCK_D": max(16, next_power_of_2(dim)),
+        "BLOCK_DV": max(16, next_power_of_2(value_dim)),
+        "BLOCK_H": max(16, next_power_of_2(heads // lists)),
+        "BUDGET": budget,
+        "SM_SCALE": scale,
+        "SPLITS": num_splits(batch * lists),
+        "SINKS": sinks,
+        "WINDOW": window,
+    }
 
 
 def merge_constants(batch: int, heads: int, value_dim: int, splits: int, *, has_sinks: bool) -> dict[str, Any]:
-    return dict(
-        BATCH=batch, HEADS=heads, SPLITS=splits, DV=value_dim, BLOCK_S=next_power_of_2(splits), HAS_SINKS=has_sinks,
-        BLOCK_DV=max(16, next_power_of_2(value_dim)),
-    )  # fmt: skip
+    return {
+        "BATCH": batch,
+        "HEADS": heads,
+        "SPLITS": splits,
+        "DV": value_dim,
+        "BLOCK_S": next_power_of_2(splits),
+        "HAS_SINKS": has_sinks,
+        "BLOCK_DV": max(16, next_power_of_2(value_dim)),
+    }

@@ -55,9 +55,29 @@ def _retrieve(
 
     _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window)
     return retrieve(
-        shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
-        first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window, has_log,
-    )  # fmt: skip
+        shortlist,
+        left_out,
+        scores,
+        start,
+        stored,
+        size,
+        member,
+        log_community,
+        log_first,
+        num_communities,
+        n_indexed,
+        capacity,
+        length,
+        first,
+        tally,
+        layer,
+        batch,
+        num_graphs,
+        budget,
+        num_sink_tokens,
+        recent_window,
+        has_log,
+    )
 
 
 def _retrieve_fake(
@@ -92,8 +112,8 @@ def _retrieve_fake(
 
 
 register_op(
-    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
-    "Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
+    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, "
+    "Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
     "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
     "bool has_log) -> (Tensor, Tensor)",
     _retrieve,

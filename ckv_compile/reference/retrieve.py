@@ -81,8 +81,7 @@ def retrieve(
         log_starts = layer_state(log_first, layer, (batch,), "log_first").tolist()
         indexed = layer_state(n_indexed, layer, (batch,), "n_indexed").tolist()
         logged = [
-            min(max(0, end - begin), max_log) if has_log else 0
-            for begin, end in zip(log_starts, indexed, strict=True)
+            min(max(0, end - begin), max_log) if has_log else 0 for begin, end in zip(log_starts, indexed, strict=True)
         ]
         log = layer_state(log_community, layer, (batch, num_graphs, max_log), "log_community")[..., : max(logged)]
         entries = torch.arange(log.shape[2], device=device)
@@ -129,7 +128,7 @@ def _longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[T
     """Communities in order of score, and which of them fit.
 
     scores float32 [B, G, n] without NaN, sizes int [B, G, n], room [B, 1].
-    Returns ids int64 [B, G, k], best first and of equals the larger id first, and a mask [B, G, k]: a run of leading entries.
+    Returns ids int64 [B, G, k], best first (of equals the larger), and a mask [B, G, k]: a run of leading entries.
     """
     total = scores.shape[-1]
     # A signed integer that orders like (score, id), so that every key is distinct.

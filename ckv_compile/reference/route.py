@@ -52,7 +52,9 @@ def route(
     elif score == "random":
         values = _hash(ids, int(length), layer).to(out.dtype).expand(batch, num_graphs, used)
     else:
-        products = _products(query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used)  # [B, G, heads, used]
+        products = _products(
+            query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used
+        )  # [B, G, heads, used]
         if score == "max":
             values = products.amax(2) * scale if scale >= 0 else products.amin(2) * scale
         else:
