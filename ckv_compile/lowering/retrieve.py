@@ -22,6 +22,7 @@ template = Template(
 
 def configs(slots: int, rows: int = 1) -> list[Config]:
     """Programs of a graph and their warps; where rows and graphs are many, fewer programs fill the device."""
+    shapes: tuple[tuple[int, int], ...]
     if rows > 16 and slots <= 2048:
         shapes = ((8, 8), (16, 8), (16, 4))
     else:

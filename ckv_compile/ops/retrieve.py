@@ -112,10 +112,10 @@ def _retrieve_fake(
 
 
 register_op(
-    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, "
-    "Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
-    "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
-    "bool has_log) -> (Tensor, Tensor)",
+    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, "
+    "Tensor member, Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, "
+    "Tensor capacity, Tensor length, Tensor first, Tensor(a!) tally, int layer, SymInt batch, int num_graphs, "
+    "int budget, int num_sink_tokens, int recent_window, bool has_log) -> (Tensor, Tensor)",
     _retrieve,
     _retrieve_fake,
 )
