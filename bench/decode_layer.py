@@ -343,9 +343,9 @@ def _write_layer(index: CommunityIndex, layer: int, member, start, size, key: Te
     index.start[layer, :, :, :used].copy_(start + first)
     index.stored[layer, :, :, :used].copy_(size)
     index.size[layer, :, :, :used].copy_(size)
-    # A mean of s independent keys, without gathering them: normal with variance 1 / s.
+    # Keys of a community are alike, so that its mean is as long as a key whatever its size (means of independent keys
+    # would make the smallest communities score best; on real keys the retrieved are as large as all are on average).
     mean = torch.randn(*size.shape, index.shape.centroid_dim, dtype=index.dtype, device=index.device)
-    mean *= size.clamp_min(1).rsqrt()[..., None].to(index.dtype)
     index.channel_scale[layer].copy_(channel_scales(mean, size))
     index.write_centroids(layer, (slice(None), slice(None), slice(0, used)), mean)
     if "label" in index.buffers:

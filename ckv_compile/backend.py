@@ -24,6 +24,7 @@ import ckv_compile
 from ckv_compile import generate, report
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes import graph_edit
+from ckv_compile.passes.group_projections import group_projections
 from ckv_compile.passes.index_expressions import memory_owner, mutated_argument
 from ckv_compile.passes.match_attention import Cache, find_sites
 from ckv_compile.passes.rewrite_decode import rewrite_decode
@@ -73,6 +74,8 @@ def communitykv(
     record.queries, record.exact = plan.queries, plan.exact
     if plan.geometry.device.type == "cuda":
         importlib.import_module("ckv_compile.lowering")  # registers the kernels; imports triton
+        if plan.phase == "decode":
+            record.grouped = group_projections(copied, config.group_projections)
     log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
     counts = _advances_counter(copied.graph, plan)
     record.cuda_graphs = CudaGraphs(

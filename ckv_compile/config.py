@@ -15,6 +15,7 @@ TopK = Literal["fast", "exact"]
 Engine = Literal["native", "igraph", "leidenalg"]
 Policy = Literal["communities", "streaming", "random"]
 Append = Literal["attend", "assign"]
+Grouping = Literal["off", "inputs", "all"]
 
 # gamma of mean size s on a causal key graph of n nodes is about GAMMA_NUMERATOR / s * n / 512 (measured on two models).
 GAMMA_NUMERATOR = 100.0
@@ -68,6 +69,7 @@ class CommunityConfig:
     seed: int = 0
     cuda_graphs: bool = True
     deferred_stop: bool = True
+    group_projections: Grouping = "off"  # linears of one input in one kernel, or every linear of few rows (CUDA)
     deterministic: bool = False
     strict: bool = False
 
@@ -75,6 +77,7 @@ class CommunityConfig:
         for name, literal in (
             ("graph", GraphSource), ("score", Score), ("policy", Policy), ("graph_aggregation", Aggregation),
             ("topk", TopK), ("append", Append), ("leiden_engine", Engine),
+            ("group_projections", Grouping),
         ):  # fmt: skip
             _choice(name, getattr(self, name), get_args(literal))
         for name, least in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -53,10 +54,10 @@ def pretend_gpu() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.runtime import hints
 
-    known = dict(
-        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
-    )  # fmt: skip
+    known: dict[str, Any] = {
+        "type": "cuda", "index": 0, "multi_processor_count": 132, "cc": 90, "major": 9, "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32,
+    }  # fmt: skip
     properties = hints.DeviceProperties(**{k: v for k, v in known.items() if k in hints.DeviceProperties._fields})
     with contextlib.ExitStack() as stack:
 
@@ -101,5 +102,5 @@ def generated_code(function: Callable, make_arguments: Callable[[], list]) -> st
             lowering = GraphLowering(graph, example_inputs=arguments, shape_env=mode.shape_env, is_inference=True)
             with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
                 lowering.run(*arguments)
-                code = lowering.codegen()[0]
+                code: Any = lowering.codegen()[0]
                 return getattr(code, "value", code)

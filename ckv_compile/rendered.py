@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,9 +83,12 @@ class RenderedKernel:
 def _load(text: str) -> Any:
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     path = Path(tempfile.gettempdir()) / f"ckv_rendered_{digest}.py"
-    path.write_text(text)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    own.replace(path)  # another process may be reading it
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.kernel
@@ -100,9 +104,33 @@ def append_kv(key, value, key_new, value_new, length):
     batch, heads, tokens, dim = key_new.shape
     constants = lowering.constants_of(batch, heads, tokens, dim, value_new.shape[3])
     positions = poisoned((batch, heads, tokens), torch.int32, key.device)
-    tensors = dict(KEY_NEW=key_new, VALUE_NEW=value_new, LENGTH=length, KEY=key, VALUE=value)
+    tensors = {"KEY_NEW": key_new, "VALUE_NEW": value_new, "LENGTH": length, "KEY": key, "VALUE": value}
     RenderedKernel("append_kv", [], {**constants, "num_warps": 1})((batch * heads, tokens, 1), tensors, positions)
     return positions
+
+
+def grouped_linear(input, weights, biases=None, **tuned):
+    """``ckv::grouped_linear`` by its kernel, for input ``[M, K]``."""
+    out = poisoned((input.shape[0], sum(weight.shape[0] for weight in weights)), input.dtype, input.device)
+    kernel, grid = grouped_linear_kernel(input, weights, biases, **tuned)
+    kernel(grid, grouped_linear_tensors(input, weights, biases), out)
+    return out
+
+
+def grouped_linear_kernel(input, weights, biases=None, **tuned):
+    """That kernel for tensors of these shapes, and its grid."""
+    from ckv_compile.lowering import grouped_linear as lowering
+
+    biased = [bias is not None for bias in biases or [None] * len(weights)]
+    constants = lowering.constants_of(*input.shape, [weight.shape[0] for weight in weights], biased)
+    constants = {**constants, **lowering.configs(*input.shape, input.dtype)[0], **tuned}
+    return RenderedKernel("grouped_linear", [], constants), (lowering.programs(constants), 1, 1)
+
+
+def grouped_linear_tensors(input, weights, biases=None):
+    """Its tensors by name."""
+    named = {f"WEIGHT_{i}": weight for i, weight in enumerate(weights)}
+    return {"INPUT": input, **named, **{f"BIAS_{i}": bias for i, bias in enumerate(biases or [])}}
 
 
 def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
@@ -116,16 +144,23 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
-    tensors = dict(
-        QUERY=query, CENTROID=state.centroid, CENTROID_SCALE=state.centroid_scale, CHANNEL_SCALE=state.channel_scale,
-        SIZE=state.size, NUMBER=state.num_communities, CAPACITY=state.capacity_of(layer), LENGTH=length, SCORES=state.scores,
-        SHORTLIST=shortlist,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "CENTROID": state.centroid,
+        "CENTROID_SCALE": state.centroid_scale,
+        "CHANNEL_SCALE": state.channel_scale,
+        "SIZE": state.size,
+        "NUMBER": state.num_communities,
+        "CAPACITY": state.capacity_of(layer),
+        "LENGTH": length,
+        "SCORES": state.scores,
+        "SHORTLIST": shortlist,
+    }
     if score == "softmax":
         shape = (batch, heads * queries, constants["PROGRAMS"])
         top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
         RenderedKernel("route", [], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
-        tensors |= dict(TOP=top, MASS=mass)
+        tensors |= {"TOP": top, "MASS": mass}
     RenderedKernel("route", [], constants)(grid, tensors, left_out)
     return shortlist, left_out
 
@@ -138,15 +173,27 @@ def retrieve(
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
     constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots, num_new)
-    constants = {**constants, **lowering.configs(slots)[0], **tuned}
+    constants = {**constants, **lowering.configs(slots, batch * num_graphs)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
-    tensors = dict(
-        SHORTLIST=shortlist, LEFT_OUT=left_out, SCORES=state.scores, START=state.start, STORED=state.stored,
-        SIZE=state.size, MEMBER=state.member, LOG=state.log_community, LOG_FIRST=state.log_first,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, CAPACITY=state.capacity_of(layer), LENGTH=length, FIRST=first,
-        TALLY=state.tally, TOKENS=tokens,
-    )  # fmt: skip
+    tensors = {
+        "SHORTLIST": shortlist,
+        "LEFT_OUT": left_out,
+        "SCORES": state.scores,
+        "START": state.start,
+        "STORED": state.stored,
+        "SIZE": state.size,
+        "MEMBER": state.member,
+        "LOG": state.log_community,
+        "LOG_FIRST": state.log_first,
+        "NUMBER": state.num_communities,
+        "N_INDEXED": state.n_indexed,
+        "CAPACITY": state.capacity_of(layer),
+        "LENGTH": length,
+        "FIRST": first,
+        "TALLY": state.tally,
+        "TOKENS": tokens,
+    }
     grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
     RenderedKernel("retrieve", ["attended"], constants)(grid, tensors, count)
     return tokens, count
@@ -176,29 +223,47 @@ def sparse_attention(
     constants = lowering.attend_constants(
         batch, heads, key.shape[1], dim, value_dim, scale, tokens.shape[1], tokens.shape[2], sinks, window, queries
     )
-    tuned = {**lowering.configs(query.dtype, max(dim, value_dim), constants["BLOCK_H"] if queries > 1 else 0)[0], **tuned}
+    tuned = {
+        **lowering.configs(query.dtype, max(dim, value_dim), constants["BLOCK_H"] if queries > 1 else 0)[0],
+        **tuned,
+    }
     constants = {**constants, **tuned}
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)
     top, mass = (poisoned((batch, splits, heads * queries), torch.float32, query.device) for _ in range(2))
-    tensors = dict(
-        QUERY=query, KEY=key, VALUE=value, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
-        FIRST=first, TOP=top, MASS=mass,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "KEY": key,
+        "VALUE": value,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+        "TOP": top,
+        "MASS": mass,
+    }
     grid = (splits, batch * constants["LISTS"], 1)
     RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
     out = poisoned((batch, heads, queries, value_dim), query.dtype, query.device)
     constants = lowering.merge_constants(batch, heads, value_dim, splits, queries, has_sinks=sink_logits is not None)
     merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
-    merged((batch * heads * queries, 1, 1), dict(TOTAL=total, TOP=top, MASS=mass, SINK_LOGITS=sink_logits), out)
+    merged((batch * heads * queries, 1, 1), {"TOTAL": total, "TOP": top, "MASS": mass, "SINK_LOGITS": sink_logits}, out)
     return out
 
 
 def key_edges(key, tokens, count, n_indexed, capacity, length, first, sinks, window, kappa, graphs, **tuned):
     """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(
-        KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length, FIRST=first
-    )
+    tensors = {
+        "KEY": key,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+    }
     return _edges(tensors, key.shape[1], graphs, None, sinks, window, kappa, tuned)
 
 
@@ -206,10 +271,16 @@ def approximate_edges(
     query, key, tokens, count, n_indexed, capacity, length, first, scale, sinks, window, kappa, **tuned
 ):  # fmt: skip
     """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
-    tensors = dict(
-        QUERY=query, KEY=key, TOKENS=tokens, COUNT=count, N_INDEXED=n_indexed, CAPACITY=capacity, LENGTH=length,
-        FIRST=first,
-    )  # fmt: skip
+    tensors = {
+        "QUERY": query,
+        "KEY": key,
+        "TOKENS": tokens,
+        "COUNT": count,
+        "N_INDEXED": n_indexed,
+        "CAPACITY": capacity,
+        "LENGTH": length,
+        "FIRST": first,
+    }
     return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
 
 
@@ -245,30 +316,37 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
     plans = lowering.plan_constants(batch, num_graphs, lists, kappa, sinks, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
     plan = poisoned((batch, num_graphs), torch.int32, neighbor.device)
-    scratch = dict(
-        COMMUNITY=poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
-        INCREMENT=poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
-        SUMS=poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
-    )
-    shared = dict(
-        LABEL=state.label, COMMUNITY_WEIGHT=state.community_weight, TOTAL=state.total_weight,
-        NUMBER=state.num_communities, N_INDEXED=state.n_indexed, LOG_FIRST=state.log_first,
-        CAPACITY=state.capacity_of(layer), LENGTH=length,
-    )  # fmt: skip
+    scratch = {
+        "COMMUNITY": poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
+        "INCREMENT": poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
+        "SUMS": poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
+    }
+    shared = {
+        "LABEL": state.label, "COMMUNITY_WEIGHT": state.community_weight, "TOTAL": state.total_weight,
+        "NUMBER": state.num_communities, "N_INDEXED": state.n_indexed, "LOG_FIRST": state.log_first,
+        "CAPACITY": state.capacity_of(layer), "LENGTH": length,
+    }  # fmt: skip
     grid = (batch * num_graphs, 1, 1)
-    tensors = dict(
-        NEIGHBOR=neighbor, WEIGHT=weight, GAMMA=state.gamma, FIRST=first, EDGE_NEIGHBOR=state.edge_neighbor,
-        EDGE_WEIGHT=state.edge_weight,
-    )  # fmt: skip
+    tensors = {
+        "NEIGHBOR": neighbor, "WEIGHT": weight, "GAMMA": state.gamma, "FIRST": first, "EDGE_NEIGHBOR": state.edge_neighbor,
+        "EDGE_WEIGHT": state.edge_weight,
+    }  # fmt: skip
     RenderedKernel("plan_token", [], {**plans, **lowering.plan_configs(plans)[0]})(
         grid, {**shared, **tensors, **scratch}, plan
     )
     commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], entries)
-    tensors = dict(
-        PLAN=plan, KEY_NEW=key_new, CHANNEL_SCALE=state.channel_scale, CENTROID=state.centroid,
-        CENTROID_SCALE=state.centroid_scale, CENTROID_MEAN=state.centroid_mean, START=state.start, STORED=state.stored,
-        SIZE=state.size, LOG=state.log_community,
-    )  # fmt: skip
+    tensors = {
+        "PLAN": plan,
+        "KEY_NEW": key_new,
+        "CHANNEL_SCALE": state.channel_scale,
+        "CENTROID": state.centroid,
+        "CENTROID_SCALE": state.centroid_scale,
+        "CENTROID_MEAN": state.centroid_mean,
+        "START": state.start,
+        "STORED": state.stored,
+        "SIZE": state.size,
+        "LOG": state.log_community,
+    }
     assigned = poisoned((batch,), torch.int32, neighbor.device)
     RenderedKernel("assign_token", [], {**commits, **lowering.commit_configs()[0]})(
         grid, {**shared, **tensors, **scratch}, assigned

@@ -31,6 +31,7 @@ class GraphRecord:
     symbolic: list[str] = dataclasses.field(default_factory=list)
     queries: int = 1  # new tokens per row of a decode step
     exact: str | None = None  # why a prefill of few tokens is no decode step
+    grouped: tuple[int, int] = (0, 0)  # linears, and the kernels that compute them
     cuda_graphs: CudaGraphs | None = None  # what Inductor recorded of it, or why not
 
 
@@ -153,6 +154,10 @@ class Explanation:
             )
         for fallback in self.fallbacks:
             lines.append(f"contiguous pages stood in for a partition: {fallback}")
+        for graph in self.graphs:
+            linears, kernels = graph.grouped
+            if linears:
+                lines.append(f"linear layers in grouped kernels: {_kind(graph)}: {linears} in {kernels}")
         lines += [f"CUDA graphs: {_kind(graph)}: {verdict}" for graph, verdict in self.captured.items()]
         if self.deferred_stops:
             lines.append(f"generations that did not wait for their stop check: {self.deferred_stops}")

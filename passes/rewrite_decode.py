@@ -152,11 +152,37 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
         shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
         retrieved = call(
             ckv.retrieve.default,
-            (shortlist, left_out, *(state[n] for n in ("scores", "start", "stored", "size", "member", "log_community", "log_first",
-                                  "num_communities", "n_indexed")),
-             capacity, length, state["first"], state["tally"], layer, batch, graphs, config.budget, sinks, window,
-             assigns_tokens(config), *((queries,) if queries > 1 else ())),
-        )  # fmt: skip
+            (
+                shortlist,
+                left_out,
+                *(
+                    state[n]
+                    for n in (
+                        "scores",
+                        "start",
+                        "stored",
+                        "size",
+                        "member",
+                        "log_community",
+                        "log_first",
+                        "num_communities",
+                        "n_indexed",
+                    )
+                ),
+                capacity,
+                length,
+                state["first"],
+                state["tally"],
+                layer,
+                batch,
+                graphs,
+                config.budget,
+                sinks,
+                window,
+                assigns_tokens(config),
+                *((queries,) if queries > 1 else ()),
+            ),
+        )
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
         attended = (tokens, count, state["n_indexed"], capacity, length, state["first"])
         out = call(
@@ -181,8 +207,25 @@ def _assign(call, site, layer, key, attended, out, graphs, state, length, config
             ckv.approximate_edges.default, (site.query, key, *attended, layer, site.scale, sinks, window, kappa)
         )
     neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
-    names = ("centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed", "log_community", "log_first",
-             "label", "community_weight", "total_weight", "edge_neighbor", "edge_weight", "gamma")  # fmt: skip
+    names = (
+        "centroid",
+        "centroid_scale",
+        "channel_scale",
+        "centroid_mean",
+        "start",
+        "stored",
+        "size",
+        "num_communities",
+        "n_indexed",
+        "log_community",
+        "log_first",
+        "label",
+        "community_weight",
+        "total_weight",
+        "edge_neighbor",
+        "edge_weight",
+        "gamma",
+    )
     assigned = call(
         ckv.assign_token.default,
         (

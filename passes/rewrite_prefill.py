@@ -126,15 +126,16 @@ def _replace(graph, site, layer, key, value, state, config) -> None:
             size.meta["example_value"] = num_new
             num_new = size
         common = (site.query, key, value, state["length"], state["first"], state["ticket"], site.scale)
+        submitted = (state["ticket"], key, state["length"], num_new)
+        # What reads the ticket comes after what writes it, layer by layer: Inductor would copy a ticket that is read late.
         if lists:
             result = call(ckv.topk_prefill.default, (*common, config.num_sink_tokens, config.kappa, site.sink_logits))
             out, neighbor, weight = (call(operator.getitem, (result, i)) for i in range(3))
             new += [result, out, neighbor, weight]
+            new.append(call(ckv.submit_partition.default, (*submitted, neighbor, weight, layer)))
         else:
-            neighbor = weight = None
+            new.append(call(ckv.submit_partition.default, (*submitted, None, None, layer)))
             out = call(ckv.prefill_attention.default, (*common, site.sink_logits))
             new.append(out)
-        submission = (state["ticket"], key, state["length"], num_new, neighbor, weight, layer)
-        new.append(call(ckv.submit_partition.default, submission))
     graph_edit.set_example_values(graph, new)
     graph_edit.take_place(out, site.node)

@@ -63,7 +63,8 @@ def test_every_option_is_part_of_the_cache_key():
         "max_community_size": 32, "score": "softmax", "prune": 0.0, "policy": "random", "num_sink_tokens": 4,
         "recent_window": 32, "budget": 512, "min_context": 0, "refresh_interval": 64, "graph_aggregation": "layer",
         "topk": "exact", "append": "assign", "leiden_engine": "igraph", "workers": 7, "partition_timeout": 1.0, "seed": 3,
-        "cuda_graphs": False, "deferred_stop": False, "deterministic": True, "strict": True,
+        "cuda_graphs": False, "deferred_stop": False, "group_projections": "inputs", "deterministic": True,
+        "strict": True,
     }  # fmt: skip
     assert set(changed) == set(CommunityConfig.option_names()) - {"centroid_budget"}
     digests = {CommunityConfig(**{name: value}).digest() for name, value in changed.items()}

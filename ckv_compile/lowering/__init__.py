@@ -8,6 +8,7 @@ from ckv_compile.lowering import (
     append_kv,
     approximate_edges,
     assign_token,
+    grouped_linear,
     key_edges,
     retrieve,
     route,
@@ -15,5 +16,6 @@ from ckv_compile.lowering import (
 )
 
 __all__ = [
-    "append_kv", "approximate_edges", "assign_token", "key_edges", "retrieve", "route", "sparse_attention",
+    "append_kv", "approximate_edges", "assign_token", "grouped_linear", "key_edges", "retrieve", "route",
+    "sparse_attention",
 ]  # fmt: skip

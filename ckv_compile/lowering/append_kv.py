@@ -27,11 +27,18 @@ def append_kv(key: Any, value: Any, key_new: Any, value_new: Any, length: Any) -
     key, value = fixed(key, value)
     inputs = [*fixed(key_new, value_new, length), key, value]
     constants = constants_of(batch, heads, tokens, dim, value_dim)
-    template(inputs, ([batch, heads, tokens], torch.int32), [key, value], constants, [dict(num_warps=1, num_stages=1)])
+    template(
+        inputs, ([batch, heads, tokens], torch.int32), [key, value], constants, [{"num_warps": 1, "num_stages": 1}]
+    )
     return None
 
 
 def constants_of(batch: int, heads: int, tokens: int, dim: int, value_dim: int) -> dict[str, Any]:
-    return dict(
-        BATCH=batch, HEADS=heads, TOKENS=tokens, D=dim, DV=value_dim, BLOCK_D=next_power_of_2(max(dim, value_dim))
-    )  # fmt: skip
+    return {
+        "BATCH": batch,
+        "HEADS": heads,
+        "TOKENS": tokens,
+        "D": dim,
+        "DV": value_dim,
+        "BLOCK_D": next_power_of_2(max(dim, value_dim)),
+    }

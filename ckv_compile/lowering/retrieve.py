@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.lowering.example_inputs import makers
+from ckv_compile.lowering.route import num_programs
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, static_size
 
 _op = torch.ops.ckv.retrieve.default
@@ -19,10 +20,16 @@ template = Template(
 )
 
 
-def configs(slots: int) -> list[Config]:
+def configs(slots: int, rows: int = 1) -> list[Config]:
+    """Programs of a graph and their warps; where rows and graphs are many, fewer programs fill the device."""
+    shapes: tuple[tuple[int, int], ...]
+    if rows > 16 and slots <= 2048:
+        shapes = ((8, 8), (16, 8), (16, 4))
+    else:
+        shapes = ((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8))
     return [
-        dict(PARTS=parts, OWN=slots // parts, BLOCK_J=16, num_warps=warps, num_stages=1)
-        for parts, warps in (((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8)))
+        {"PARTS": parts, "OWN": slots // parts, "BLOCK_J": 16, "num_warps": warps, "num_stages": 1}
+        for parts, warps in shapes
     ]
 
 
@@ -50,14 +57,17 @@ def retrieve(
         *fixed(num_communities, n_indexed, capacity, length, first), tally, tokens,
     ]  # fmt: skip
     constants = constants_of(batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots, num_new)
-    count = template(inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots))
+    count = template(
+        inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots, batch * num_graphs),
+        makers(batch, num_graphs, 1, slots, budget),
+    )  # fmt: skip
     return [tokens, count]
 
 
 def constants_of(
     batch: int, graphs: int, budget: int, sinks: int, window: int, has_log: bool, slots: int, queries: int = 1
 ) -> dict[str, Any]:
-    return dict(
-        BATCH=batch, GRAPHS=graphs, BUDGET=budget, SINKS=sinks, WINDOW=window, QUERIES=queries, SLOTS=slots,
-        PROGRAMS=PROGRAMS, HAS_LOG=has_log,
-    )  # fmt: skip
+    return {
+        "BATCH": batch, "GRAPHS": graphs, "BUDGET": budget, "SINKS": sinks, "WINDOW": window, "QUERIES": queries,
+        "SLOTS": slots, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
+    }  # fmt: skip

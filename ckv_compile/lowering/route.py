@@ -8,12 +8,18 @@ import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.route.default
 RUN = 4  # communities with consecutive ids that a program takes together: 512 bytes of centroids at head_dim 128
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
+
+
+def num_programs(rows: int) -> int:
+    """Programs that share a graph, of so many rows and graphs: enough to fill the device, each with as much as can be."""
+    return max(16, min(PROGRAMS, next_power_of_2(512 // rows)))
 
 
 def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[Config]:
@@ -27,10 +33,10 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
         return [{"BLOCK_C": block, "STAGES": 2, "num_warps": warps, "num_stages": 2} for warps in (8, 4)]
     if parts > 1:
         block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)
-        return [dict(BLOCK_C=block, STAGES=stages, num_warps=warps, num_stages=stages) for warps in (4, 8)]
+        return [{"BLOCK_C": block, "STAGES": stages, "num_warps": warps, "num_stages": stages} for warps in (4, 8)]
     least = 4 if score == "softmax" else 2
     return [
-        dict(BLOCK_C=block, STAGES=stages, num_warps=max(least, warps), num_stages=stages)
+        {"BLOCK_C": block, "STAGES": stages, "num_warps": max(least, warps), "num_stages": stages}
         for block, stages, warps in ((128, 3, 4), (64, 3, 4), (64, 3, 2), (256, 3, 8))
     ]
 
@@ -50,22 +56,23 @@ def route(
     shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
     tuned = configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)
+    examples = makers(batch, num_graphs, constants["PARTS"] * dim, slots, budget=1)
     index = fixed(size, num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
     if score in ("recency", "random"):
         inputs = [*index, *fixed(length), scores, shortlist]
-        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
+        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
     inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
     if score == "softmax":
-        mass = empty([batch, heads * queries, PROGRAMS], torch.float32, device)
+        statistics = [batch, heads * queries, constants["PROGRAMS"]]
+        mass = empty(statistics, torch.float32, device)
         top = template(
-            [*inputs, mass], ([batch, heads * queries, PROGRAMS], torch.float32), [mass],
-            {**constants, "STATISTICS": True}, tuned,
+            [*inputs, mass], (statistics, torch.float32), [mass], {**constants, "STATISTICS": True}, tuned, examples
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
-    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned)]
+    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
 
 
 def constants_of(
@@ -75,11 +82,11 @@ def constants_of(
 
     A query head counts once for each of its queries.
     """
-    parts = kv_heads if graphs == 1 else 1
+    parts, programs = kv_heads if graphs == 1 else 1, num_programs(batch * graphs)
     rows = heads * queries // (graphs * parts)
-    return dict(
-        BATCH=batch, GRAPHS=graphs, PARTS=parts, HEADS=rows, QUERIES=queries, D=dim, SM_SCALE=scale,
-        BLOCK_D=max(32, next_power_of_2(dim)), BLOCK_H=max(16, next_power_of_2(rows)),
-        PROGRAMS=PROGRAMS, QUOTA=slots // PROGRAMS, RUN=RUN, CHUNK=512, ATTEMPTS=24,
-        SOFTMAX=score == "softmax", RECENCY=score == "recency", RANDOM=score == "random", STATISTICS=False,
-    )  # fmt: skip
+    return {
+        "BATCH": batch, "GRAPHS": graphs, "PARTS": parts, "HEADS": rows, "QUERIES": queries, "D": dim, "SM_SCALE": scale,
+        "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(16, next_power_of_2(rows)),
+        "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
+        "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.sparse_attention.default
@@ -25,7 +26,13 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0) -> list[Config]:
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
     return [
-        dict(BLOCK_N=block, LIST_STAGES=lists, TAIL_STAGES=tail, num_warps=max(least, warps), num_stages=tail)
+        {
+            "BLOCK_N": block,
+            "LIST_STAGES": lists,
+            "TAIL_STAGES": tail,
+            "num_warps": max(least, warps),
+            "num_stages": tail,
+        }
         for lists, tail, warps in ((1, 2, 4), (2, 2, 4), (1, 3, 4), (1, 2, 8))
     ]
 
@@ -60,11 +67,12 @@ def sparse_attention(
     total = attend(
         inputs, ([batch, splits, rows, value_dim], torch.float32), [top, mass], attends,
         configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0),
+        makers(batch, graphs, 1, 1, budget),
     )  # fmt: skip
     sinks = [] if sink_logits is None else fixed(sink_logits)
     merges = merge_constants(batch, heads, value_dim, splits, queries, has_sinks=bool(sinks))
     out = ([batch, heads, queries, value_dim], query.get_dtype())
-    return merge([*fixed(total), top, mass, *sinks], out, [], merges, [dict(num_warps=4, num_stages=1)])
+    return merge([*fixed(total), top, mass, *sinks], out, [], merges, [{"num_warps": 4, "num_stages": 1}])
 
 
 def attend_constants(
@@ -77,18 +85,36 @@ def attend_constants(
     """
     lists = max(graphs, kv_heads)
     rows = heads * queries // lists
-    return dict(
-        BATCH=batch, LISTS=lists, GRAPHS=graphs, KV_HEADS=kv_heads, HEADS=rows, QUERIES=queries, D=dim, DV=value_dim,
-        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_DV=max(16, next_power_of_2(value_dim)),
-        BLOCK_H=max(16, next_power_of_2(rows)), BUDGET=budget, SM_SCALE=scale,
-        SPLITS=num_splits(batch * lists), SINKS=sinks, WINDOW=window,
-    )  # fmt: skip
+    return {
+        "BATCH": batch,
+        "LISTS": lists,
+        "GRAPHS": graphs,
+        "KV_HEADS": kv_heads,
+        "HEADS": rows,
+        "QUERIES": queries,
+        "D": dim,
+        "DV": value_dim,
+        "BLOCK_D": max(16, next_power_of_2(dim)),
+        "BLOCK_DV": max(16, next_power_of_2(value_dim)),
+        "BLOCK_H": max(16, next_power_of_2(rows)),
+        "BUDGET": budget,
+        "SM_SCALE": scale,
+        "SPLITS": num_splits(batch * lists),
+        "SINKS": sinks,
+        "WINDOW": window,
+    }
 
 
 def merge_constants(
     batch: int, heads: int, value_dim: int, splits: int, queries: int = 1, *, has_sinks: bool
 ) -> dict[str, Any]:
-    return dict(
-        BATCH=batch, HEADS=heads * queries, QUERIES=queries, SPLITS=splits, DV=value_dim,
-        BLOCK_S=next_power_of_2(splits), HAS_SINKS=has_sinks, BLOCK_DV=max(16, next_power_of_2(value_dim)),
-    )  # fmt: skip
+    return {
+        "BATCH": batch,
+        "HEADS": heads * queries,
+        "QUERIES": queries,
+        "SPLITS": splits,
+        "DV": value_dim,
+        "BLOCK_S": next_power_of_2(splits),
+        "HAS_SINKS": has_sinks,
+        "BLOCK_DV": max(16, next_power_of_2(value_dim)),
+    }

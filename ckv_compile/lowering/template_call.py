@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jinja2
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
@@ -25,7 +27,19 @@ class Template:
         self.name = name
         # Inductor passes call_sizes first, then the constants; our grids need only those.
         symbolic = SymbolicGridFn(lambda *arguments: grid(arguments[-1]))
-        self.template = make_template(f"ckv_{name}", symbolic, load_template(name, *helpers))
+        self.source = load_template(name, *helpers)
+        self.template = make_template(f"ckv_{name}", symbolic, self.source)
+
+    def argument_names(self, constants: dict[str, Any]) -> list[str]:
+        """The tensor arguments of the kernel with these constants."""
+        names: list[str] = []
+
+        def nothing(*_: Any, **__: Any) -> str:
+            return ""
+
+        environment = {"def_kernel": lambda *given: names.extend(given), "stride": nothing, "store_output": nothing}
+        jinja2.Environment().from_string(self.source).render(**environment, **constants)
+        return names
 
     def __call__(
         self,
@@ -34,19 +48,20 @@ class Template:
         mutated: Sequence[Any],
         constants: dict[str, Any],
         configs: Iterable[Config],
-        generators: dict[int, Callable] | None = None,
+        examples: dict[str, Callable] | None = None,
     ) -> Any:
         """The output node. inputs: all arguments of the kernel in order, ``mutated`` ones included.
 
         output: its size (contiguous) and dtype. Of configs the first is taken, unless ``max_autotune`` is on and
-        ``generators`` make inputs to time them with: a copy of a nominal view is no input to run on.
+        ``examples`` make inputs to time them with, by argument (see ``example_inputs``).
         """
         device = inputs[0].get_device()
         inputs = list(inputs)
         layout = contiguous(device, *output)
         configs = list(configs)
         choices: list[Any] = []
-        for tuned in configs if generators and inductor_config.max_autotune else configs[:1]:
+        tunes = bool(examples) and inductor_config.max_autotune
+        for tuned in configs if tunes else configs[:1]:
             error = self.template.maybe_append_choice(
                 choices=choices,
                 input_nodes=inputs,
@@ -58,7 +73,12 @@ class Template:
             )
             if error is not None:
                 raise error
-        return select(self.template.name, choices, inputs, layout, generators or {})
+        makers = {}
+        if examples and tunes:
+            names = self.argument_names(constants)
+            assert len(names) == len(inputs), f"{self.name} takes {names}"
+            makers = {place: examples[name] for place, name in enumerate(names) if name in examples}
+        return select(self.template.name, choices, inputs, layout, makers)
 
 
 def static_size(node: Any) -> list[int]:
@@ -74,10 +94,8 @@ def fixed(*nodes: Any) -> list[Any]:
         else [ir.ExternKernel.realize_input(realize_inputs(*nodes))]
     )
     for node in realized:
-        try:
+        with contextlib.suppress(NotImplementedError):  # views have the layout of what they view
             node.freeze_layout()
-        except NotImplementedError:  # views have the layout of what they view
-            pass
     return realized
 
 

@@ -92,10 +92,34 @@ def _assign_token(
 
     _check(neighbor, weight, key_new, length, first, num_graphs, num_sink_tokens, lam)
     assign_token(
-        neighbor, weight, key_new, centroid, centroid_scale, channel_scale, centroid_mean, start, stored, size, num_communities, n_indexed, log_community, log_first,
-        label, community_weight, total_weight, edge_neighbor, edge_weight, gamma, capacity, length, first, layer,
-        num_graphs, num_sink_tokens, lam,
-    )  # fmt: skip
+        neighbor,
+        weight,
+        key_new,
+        centroid,
+        centroid_scale,
+        channel_scale,
+        centroid_mean,
+        start,
+        stored,
+        size,
+        num_communities,
+        n_indexed,
+        log_community,
+        log_first,
+        label,
+        community_weight,
+        total_weight,
+        edge_neighbor,
+        edge_weight,
+        gamma,
+        capacity,
+        length,
+        first,
+        layer,
+        num_graphs,
+        num_sink_tokens,
+        lam,
+    )
 
 
 def _assign_token_fake(

@@ -58,10 +58,30 @@ def _retrieve(
 
     _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new)
     return retrieve(
-        shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities, n_indexed, capacity, length,
-        first, tally, layer, batch, num_graphs, budget, num_sink_tokens, recent_window, has_log,
+        shortlist,
+        left_out,
+        scores,
+        start,
+        stored,
+        size,
+        member,
+        log_community,
+        log_first,
+        num_communities,
+        n_indexed,
+        capacity,
+        length,
+        first,
+        tally,
+        layer,
+        batch,
+        num_graphs,
+        budget,
+        num_sink_tokens,
+        recent_window,
+        has_log,
         num_new,
-    )  # fmt: skip
+    )
 
 
 def _retrieve_fake(
@@ -97,10 +117,10 @@ def _retrieve_fake(
 
 
 register_op(
-    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, Tensor member, Tensor log_community, "
-    "Tensor log_first, Tensor num_communities, Tensor n_indexed, Tensor capacity, Tensor length, Tensor first, "
-    "Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
-    "bool has_log, int num_new=1) -> (Tensor, Tensor)",
+    "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, "
+    "Tensor member, Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, "
+    "Tensor capacity, Tensor length, Tensor first, Tensor(a!) tally, int layer, SymInt batch, int num_graphs, "
+    "int budget, int num_sink_tokens, int recent_window, bool has_log, int num_new=1) -> (Tensor, Tensor)",
     _retrieve,
     _retrieve_fake,
 )

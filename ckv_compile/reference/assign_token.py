@@ -57,9 +57,10 @@ def assign_token(
     weights that are not positive and finite are skipped. key_new: [B, Hkv, 1, D].
     State is flat and int32 unless said otherwise; all but log_first, channel_scale, gamma and capacity is mutated:
     centroid int8 [L, B, G, C, D] and centroid_scale float32 [L, B, G, C] (see ``encode_centroids``; channel_scale
-    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C]; num_communities [L, B, G]; n_indexed
-    and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N]; community_weight [L, B, G, C],
-    total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32) [L, B, H, E, kappa].
+    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C];
+    num_communities [L, B, G]; n_indexed and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N];
+    community_weight [L, B, G, C], total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32)
+    [L, B, H, E, kappa].
     The edges are kept wherever slot length - log_first exists, for the next partition. The rest of a row changes only
     if every token before this one is indexed, the token is no sink, the log and the labels have room, and every graph
     that needs a new community has room for one. Otherwise the token stays in the tail.

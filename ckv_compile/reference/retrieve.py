@@ -131,7 +131,7 @@ def _longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[T
     """Communities in order of score, and which of them fit.
 
     scores float32 [B, G, n] without NaN, sizes int [B, G, n], room [B, 1].
-    Returns ids int64 [B, G, k], best first and of equals the larger id first, and a mask [B, G, k]: a run of leading entries.
+    Returns ids int64 [B, G, k], best first (of equals the larger), and a mask [B, G, k]: a run of leading entries.
     """
     total = scores.shape[-1]
     # A signed integer that orders like (score, id), so that every key is distinct.

@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from transformers import DynamicCache
 
 import ckv_compile
 from ckv_compile import backend
@@ -236,3 +238,24 @@ def test_a_warm_compile_cache_reports_right_and_is_keyed_by_the_options(tmp_path
     assert cold["sparse"] == other["sparse"] == 5
     assert other["attended"] > 2 * cold["attended"]
     assert other["logits"] != cold["logits"]
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": "attention"}, {"graph": "mixed"}], ids=str)
+def test_a_prefill_computes_nothing_on_the_host(options):
+    """A copied ticket would be C++ to compile beside the kernels of a GPU; operators only pass it on."""
+    graphs = []
+    model = tiny_model("llama")
+    options = {**options, "workers": 0, "post_grad_custom_post_pass": graphs.append}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="communitykv", options=options)
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        compiled(**prompt(1, 30), past_key_values=DynamicCache(config=model.config), use_cache=True)
+    (graph,) = graphs
+    tickets = [node for node in graph.nodes if _is_ticket(node.meta.get("val"))]
+    assert len(tickets) == 1 or all(node.target is torch.ops.aten.copy_.default for node in tickets[1:])
+    for node in tickets[1:]:
+        assert node.args[0] is node.args[1], "a ticket is copied"
+
+
+def _is_ticket(value):
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and tuple(value.shape) == (2,)

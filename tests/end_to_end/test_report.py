@@ -43,6 +43,17 @@ def test_explain_prints_and_counts(interpreted, capsys):
         assert word in printed
 
 
+def test_grouped_linear_layers_are_counted(interpreted):
+    module = compiled(tiny_model("llama"), group_projections="all")
+    generate(module, prompt(tokens=20))
+    explanation = ckv_compile.explain(module, show=False)
+    (decode,) = (graph for graph in explanation.graphs if graph.phase == "decode")
+    assert decode.grouped == (0, 0), "on a CPU there is nothing to gain"
+    assert "grouped" not in str(explanation)
+    decode.grouped = (15, 9)
+    assert "linear layers in grouped kernels: decode with a dynamic cache: 15 in 9" in str(explanation)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [

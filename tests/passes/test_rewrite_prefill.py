@@ -63,9 +63,9 @@ prefill, empty cache; past K and V are not inputs, K and V are not outputs
 ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)
 prefill_attention(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> model
-submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)""",
+    sink_logits=None) -> model""",
     )
 
 
@@ -91,9 +91,9 @@ prefill, dynamic cache; past K and V are not inputs, K and V are not outputs
 ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), neighbor=None, weight=None, layer=L)
 prefill_attention(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> model
-submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), neighbor=None, weight=None, layer=L)""",
+    sink_logits=None) -> model""",
     )
 
 
@@ -117,9 +117,9 @@ def test_static_prefill_with_keys():
         """\
 prefill, static cache; past K and V are not inputs, K and V are outputs
 ckv_length int32 [1]; ckv_first int32 [2]; ckv_ticket int64 [2]
+submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)
 prefill_attention(query, key_cache, value_cache, ckv_length, ckv_first, ckv_ticket, scale=0.25,
-    sink_logits=None) -> model
-submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, neighbor=None, weight=None, layer=L)""",
+    sink_logits=None) -> model""",
     )
 
 

@@ -56,7 +56,8 @@ POINTERS = {
     "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "EDGES": "i64", "WEIGHT": "fp32",
     "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
 }  # fmt: skip
-OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "CENTROID_MEAN", "SINK_LOGITS"}  # the others are int32
+OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "CENTROID_MEAN", "SINK_LOGITS"}
+OF_THE_MODEL = {"INPUT", *(f"{kind}_{i}" for kind in ("WEIGHT", "BIAS") for i in range(4))}  # the others are int32
 
 
 def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
@@ -70,9 +71,10 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
     kernel = RenderedKernel(name, helpers, constants)
     tensors, names = {*kernel.arguments, "OUT"}, kernel.names()
-    types = {n: "*" + (dtype if n in OF_THE_CACHE else POINTERS.get(n, "i32")) for n in kernel.arguments}
+    types = {n: "*" + (dtype if n in OF_THE_CACHE | OF_THE_MODEL else POINTERS.get(n, "i32")) for n in kernel.arguments}
     types["OUT"] = "*" + output
-    unit = [n for n in names if n.startswith("stride_") and n.endswith("_3")]  # head_dim is innermost
+    last = "_1" if "INPUT" in tensors else "_3"
+    unit = [n for n in names if n.startswith("stride_") and n.endswith(last)]  # head_dim is innermost
     signature = {n: "constexpr" if n in unit else types.get(n, "i32") for n in names}
     aligned = {n for n in names if n in tensors or (n.startswith("stride_") and n not in unit)}
     source = ASTSource(
@@ -94,7 +96,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels():
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
-    from ckv_compile.lowering import append_kv, assign_token, edges, retrieve, route, sparse_attention
+    from ckv_compile.lowering import append_kv, assign_token, edges, grouped_linear, retrieve, route, sparse_attention
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
@@ -134,6 +136,12 @@ def kernels():
         commits = assign_token.commit_constants(1, 8, 8, dim, entries) | assign_token.commit_configs()[0]
         yield f"D={dim} {dtype}", "assign_token", [], commits, "i32", dtype
 
+    def projected(rows, sizes, channels, dtype, biased=False):
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        constants = grouped_linear.constants_of(rows, channels, sizes, [biased] * len(sizes))
+        constants |= grouped_linear.configs(rows, channels, torch_dtype)[0]
+        yield f"M={rows} N={sizes} K={channels} {dtype}", "grouped_linear", [], constants, dtype, dtype
+
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
     yield "D=128 bf16", "append_kv", [], appended, "i32", "bf16"
     for dim in (64, 128, 256):
@@ -153,6 +161,11 @@ def kernels():
     for slots, has_log in ((2048, False), (2048, True), (4096, True)):
         yield from listed(slots, has_log)
     yield from assigned(128, "bf16")
+    for rows in (1, 4):
+        yield from projected(rows, (4096, 1024, 1024), 4096, "bf16")
+        yield from projected(rows, (3584, 512, 512), 3584, "bf16", biased=True)
+        yield from projected(rows, (4096,), 12288, "bf16")
+        yield from projected(rows, (4096, 1024, 1024), 4096, "fp32")
 
 
 if __name__ == "__main__":

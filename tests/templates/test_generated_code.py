@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 import ckv_compile.lowering  # noqa: F401
 from ckv_compile.config import CommunityConfig
 from ckv_compile.fake_cuda import generated_code
+from ckv_compile.passes.group_projections import group_projections
 from ckv_compile.testing import captured_turns, rewritten
 
 DECODE, LAYERS = 1, 2
@@ -44,6 +45,11 @@ def take(value, key):
     return value
 
 
+def contiguous(value):
+    """``value.contiguous()``, which asks for a CUDA build too."""
+    return value if value.is_contiguous() else torch.ops.aten.clone(value, memory_format=torch.contiguous_format)
+
+
 def to_cuda(argument):
     return torch.device("cuda", 0) if isinstance(argument, torch.device) else argument
 
@@ -55,6 +61,7 @@ def decode_step(cache: str, lengths: tuple[int, ...] = ONE, **options) -> tuple[
     gm = rewritten(
         captured_turns("llama", cache, False, lengths, num_hidden_layers=LAYERS)[DECODE], config, several=True
     ).gm
+    group_projections(gm, config.group_projections)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in gm.graph.nodes:
         if node.op != "placeholder":
@@ -63,8 +70,8 @@ def decode_step(cache: str, lengths: tuple[int, ...] = ONE, **options) -> tuple[
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
         elif node.target is operator.getitem:
             node.target = take
-        elif node.target == "contiguous":  # asks for a CUDA build where it copies
-            node.target, node.kwargs = "clone", {"memory_format": torch.contiguous_format}
+        elif node.target == "contiguous":
+            node.op, node.target = "call_function", contiguous
     gm.recompile()
 
     def arguments():
@@ -203,3 +210,16 @@ def test_layers_share_their_kernels(cache):
     kinds = 5 if cache == "dynamic" else 4  # a static cache is written by the model
     assert len(templates) == kinds * LAYERS
     assert len(set(templates)) == kinds
+
+
+@pytest.mark.parametrize(("grouping", "kernels", "left"), [("off", 0, 15), ("inputs", 4, 5), ("all", 9, 0)])
+def test_grouped_projections_read_the_weights_where_they_are(grouping, kernels, left):
+    names, code = decode_step("dynamic", group_projections=grouping)
+    call = code[code.index("def call(") :]
+    weights = {f"arg{i}_1" for i, name in enumerate(names) if re.search("proj.*weight|lm_head", name)}
+    launched = [set(re.findall(r"arg\d+_1", text)) & weights for text in re.findall(r"\.run\((.*), stream=", call)]
+    launched = [taken for taken in launched if taken]
+    assert len(launched) == kernels
+    assert len(re.findall(r"extern_kernels\.\w+\(", call)) == left
+    assert sum(map(len, launched)) == len(set().union(*launched)) == len(weights) - left
+    assert max(int(size) for size in re.findall(r"empty_strided_cuda\(\(2, (\d+)\)", call)) <= 192 or not kernels
