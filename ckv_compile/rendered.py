@@ -255,15 +255,7 @@ def sparse_attention(
 
 def key_edges(key, tokens, count, n_indexed, capacity, length, first, sinks, window, kappa, graphs, **tuned):
     """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
-    tensors = {
-        "KEY": key,
-        "TOKENS": tokens,
-        "COUNT": count,
-        "N_INDEXED": n_indexed,
-        "CAPACITY": capacity,
-        "LENGTH": length,
-        "FIRST": first,
-    }
+    tensors = _edge_tensors(key, tokens, count, n_indexed, capacity, length, first)
     return _edges(tensors, key.shape[1], graphs, None, sinks, window, kappa, tuned)
 
 
@@ -271,8 +263,12 @@ def approximate_edges(
     query, key, tokens, count, n_indexed, capacity, length, first, scale, sinks, window, kappa, **tuned
 ):  # fmt: skip
     """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
-    tensors = {
-        "QUERY": query,
+    tensors = {"QUERY": query, **_edge_tensors(key, tokens, count, n_indexed, capacity, length, first)}
+    return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
+
+
+def _edge_tensors(key, tokens, count, n_indexed, capacity, length, first):
+    return {
         "KEY": key,
         "TOKENS": tokens,
         "COUNT": count,
@@ -281,7 +277,6 @@ def approximate_edges(
         "LENGTH": length,
         "FIRST": first,
     }
-    return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
 
 
 def _edges(tensors, heads, graphs, scale, sinks, window, kappa, tuned):

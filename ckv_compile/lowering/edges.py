@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckv_compile.lowering.sparse_attention import num_splits
+from ckv_compile.lowering.sparse_attention import keys_per_block, num_splits
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2
 
 NO_ENTRY = -(2**63 - 1)  # below every entry of a list
@@ -17,7 +17,7 @@ merge = Template("merge_edges", lambda meta: (meta["BATCH"] * meta["LISTS"], 1, 
 
 def configs(dtype: torch.dtype, dim: int, kept: int) -> list[Config]:
     """Blocks of 64 keys; fewer where their bytes would not fit the registers, but as many as are kept."""
-    block = max(kept, 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16)
+    block = max(kept, keys_per_block(dtype, dim))
     return [
         {"BLOCK_N": block, "STAGES": stages, "num_warps": warps, "num_stages": stages}
         for stages, warps in ((1, 4), (2, 4), (1, 8))

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
@@ -27,7 +26,3 @@ def select(name: str, choices: list, inputs: Sequence[Any], layout: ir.Layout, g
         name, choices, list(inputs), layout, input_gen_fns=generators, return_multi_template=False
     )
     return chosen[0] if isinstance(chosen, tuple) else chosen  # torch 2.13 returns (node, choice)
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

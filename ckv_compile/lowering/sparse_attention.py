@@ -16,13 +16,18 @@ attend = Template("sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"
 merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1, 1))
 
 
+def keys_per_block(dtype: torch.dtype, dim: int) -> int:
+    """Keys that are read at a time: fewer where their bytes would not fit the registers."""
+    return 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
+
+
 def configs(dtype: torch.dtype, dim: int, rows: int = 0) -> list[Config]:
     """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more.
 
     Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
     """
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
-    block = 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
+    block = keys_per_block(dtype, dim)
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
     return [

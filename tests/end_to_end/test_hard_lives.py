@@ -181,7 +181,8 @@ def test_a_chat_continues_the_cache_that_generate_returned(interpreted, model, o
     for ours, eagers in zip(story(module), story(model), strict=True):
         assert torch.equal(ours, eagers)
     explanation = ckv_compile.explain(module, show=False)
-    assert (explanation.sparse_steps, explanation.caches_adopted) == (21, 0)
+    # The first calls of later turns bring a few tokens; where tokens are assigned, these are attended exactly.
+    assert (explanation.sparse_steps, explanation.caches_adopted) == (21 if options else 23, 0)
 
 
 # ---------------------------------------------------------------------- interruptions
