@@ -29,11 +29,13 @@ from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab
 from ckv_compile.testing import capture_call, rewritten
 
+ATTENTION = ("sparse_attention", "sparse_attention_edges")  # the second where new tokens are assigned
 STAGES = {
     "append": {"append_kv"},
     "route": {"route"},
     "retrieve": {"retrieve"},
-    "attend": {"sparse_attention"},
+    "attend": set(ATTENTION),
+    "assign": {"assign_tokens"},
     "route_retrieve": {"route", "retrieve"},
 }
 
@@ -96,12 +98,12 @@ class DecodeAttention:
             self.query(layer).mul_(factor)
 
     def query(self, layer: int) -> Tensor:
-        node = [n for n in self.gm.graph.nodes if is_op(n, "sparse_attention")][layer]
+        node = [n for n in self.gm.graph.nodes if is_op(n, *ATTENTION)][layer]
         return self.inputs[argument(node, "query")]
 
     def lists(self, layer: int, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The layer's retrieved tokens and their count, among what stages made."""
-        node = [n for n in self.gm.graph.nodes if is_op(n, "sparse_attention")][layer]
+        node = [n for n in self.gm.graph.nodes if is_op(n, *ATTENTION)][layer]
         return tuple(made[argument(node, name).name] for name in ("tokens", "count"))
 
     def arguments(self, stage: CompiledStage, cache: DecodeCache, given: dict[str, Tensor] | None = None) -> list:
@@ -140,10 +142,10 @@ def _attention(queries: list[Tensor], new: list[Tensor], past: list[Tensor]):
     return outputs, cache
 
 
-def is_op(node: fx.Node, name: str | None = None) -> bool:
-    """Whether the node calls an operator of ours, or the one of that name."""
+def is_op(node: fx.Node, *names: str) -> bool:
+    """Whether the node calls an operator of ours, or one of these names."""
     ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ckv"
-    return ours and name in (None, node.target._opname)
+    return ours and (not names or node.target._opname in names)
 
 
 def _position(node: fx.Node, name: str) -> int:
@@ -160,7 +162,7 @@ def _give_sink_logits(gm: fx.GraphModule, sink_logits: Tensor) -> None:
         fake = torch.empty(len(sink_logits), dtype=sink_logits.dtype, device=sink_logits.device)
     node = graph_edit.add_state_inputs(gm.graph, {"sink_logits": fake})["sink_logits"]
     for call in gm.graph.nodes:
-        if is_op(call, "sparse_attention"):
+        if is_op(call, *ATTENTION):
             call.update_arg(_position(call, "sink_logits"), node)
     gm.recompile()
 
@@ -227,7 +229,7 @@ class DecodeCache:
         index, length = self.sequence.index, self.sequence.length_device
         large = (
             "centroid", "centroid_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
-            "edge_weight", "scores", "tally",
+            "edge_weight", "new_neighbor", "new_weight", "new_key", "scores", "tally",
         )  # fmt: skip
         saved = {name: buffer.clone() for name, buffer in index.buffers.items() if name not in large}
         kept = length.clone()

@@ -42,6 +42,9 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
     "gamma": torch.float32,
     "edge_neighbor": torch.int32,
     "edge_weight": torch.float32,
+    "new_neighbor": torch.int32,
+    "new_weight": torch.float32,
+    "new_key": None,
 }
 
 
@@ -73,6 +76,8 @@ class IndexShape:
     tokens: int
     log: int
     kappa: int
+    kv_heads: int
+    head_dim: int
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
@@ -89,6 +94,8 @@ class IndexShape:
             tokens=tokens,
             log=log,
             kappa=config.kappa,
+            kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
         )
 
     def of(self, name: str) -> tuple[int, ...]:
@@ -113,6 +120,9 @@ class IndexShape:
             "log_community": (*per_graph, self.log),
             "edge_neighbor": edges,
             "edge_weight": edges,
+            "new_neighbor": (*per_row, self.lists, self.kappa),
+            "new_weight": (*per_row, self.lists, self.kappa),
+            "new_key": (*per_row, self.kv_heads, self.head_dim),
             "scores": (self.batch, self.graphs, self.communities),
             "tally": (self.layers, 2),
         }[name]

@@ -217,122 +217,124 @@ def sparse_attention(
     **tuned,
 ):
     """``ckv::sparse_attention`` by its kernels: ``[B, Hq, Q, Dv]``."""
+    others = (tokens, count, n_indexed, capacity, length, first)
+    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned)
+
+
+def sparse_attention_edges(
+    query,
+    key,
+    value,
+    tokens,
+    count,
+    n_indexed,
+    capacity,
+    length,
+    first,
+    sink_logits,
+    new_neighbor,
+    new_weight,
+    new_key,
+    layer,
+    scale,
+    sinks,
+    window,
+    kappa,
+    source,
+    **tuned,
+):
+    """``ckv::sparse_attention_edges`` by its kernels: ``[B, Hq, 1, Dv]``; the three tensors of edges are written."""
+    from ckv_compile.lowering import edges as lowering
+
+    others = (tokens, count, n_indexed, capacity, length, first)
+    edges = lowering.Edges(source == "keys", kappa, new_neighbor, new_weight, new_key)
+    batch, kv_heads, _, dim = key.shape
+    if edges.keys and tokens.shape[1] < kv_heads:
+        constants = lowering.constants_of(batch, kv_heads, dim, tokens.shape[2], sinks, window, kappa)
+        constants |= {**lowering.configs(key.dtype, dim, constants["KEPT"])[0], **tuned}
+        constants = {name: value for name, value in constants.items() if name not in ("LIST_STAGES", "TAIL_STAGES")}
+        shape = (batch, constants["SPLITS"], 1, constants["KEPT"])
+        edges.entries = poisoned(shape, torch.int64, key.device)
+        tensors = {**_attended(others), "KEY": key, "NEW_KEY": new_key}
+        kernel = RenderedKernel("edges", ["attended", "edge_entries"], constants)
+        kernel((constants["SPLITS"], batch, 1), tensors, edges.entries)
+    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges)
+
+
+def _attended(others):
+    return dict(zip(("TOKENS", "COUNT", "N_INDEXED", "CAPACITY", "LENGTH", "FIRST"), others, strict=True))
+
+
+def _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges=None):
+    from ckv_compile.lowering import edges as edge_lowering
     from ckv_compile.lowering import sparse_attention as lowering
 
     (batch, heads, queries, dim), value_dim = query.shape, value.shape[3]
+    _, graphs, budget = others[0].shape
     constants = lowering.attend_constants(
-        batch, heads, key.shape[1], dim, value_dim, scale, tokens.shape[1], tokens.shape[2], sinks, window, queries
+        batch, heads, key.shape[1], dim, value_dim, scale, graphs, budget, sinks, window, queries
     )
-    tuned = {
-        **lowering.configs(query.dtype, max(dim, value_dim), constants["BLOCK_H"] if queries > 1 else 0)[0],
-        **tuned,
-    }
-    constants = {**constants, **tuned}
+    fused = edges is not None and edges.entries is None
+    if fused:
+        constants |= edge_lowering.edge_constants(edges.keys, edges.kappa, constants)
+    rows = constants["BLOCK_H"] if queries > 1 else 0
+    constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0))[0]
+    constants |= tuned
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)
     top, mass = (poisoned((batch, splits, heads * queries), torch.float32, query.device) for _ in range(2))
-    tensors = {
-        "QUERY": query,
-        "KEY": key,
-        "VALUE": value,
-        "TOKENS": tokens,
-        "COUNT": count,
-        "N_INDEXED": n_indexed,
-        "CAPACITY": capacity,
-        "LENGTH": length,
-        "FIRST": first,
-        "TOP": top,
-        "MASS": mass,
-    }
-    grid = (splits, batch * constants["LISTS"], 1)
-    RenderedKernel("sparse_attention", ["attended"], constants)(grid, tensors, total)
+    tensors = {**_attended(others), "QUERY": query, "KEY": key, "VALUE": value, "TOP": top, "MASS": mass}
+    if fused:
+        shape = (batch, splits, constants["LISTS"] * constants["EDGE_HEADS"], constants["KEPT"])
+        edges.entries = poisoned(shape, torch.int64, query.device)
+        tensors |= {"ENTRIES": edges.entries, "NEW_KEY": edges.new_key}
+    kernel = RenderedKernel("sparse_attention", ["attended", "edge_entries"], constants)
+    kernel((splits, batch * constants["LISTS"], 1), tensors, total)
     out = poisoned((batch, heads, queries, value_dim), query.dtype, query.device)
     constants = lowering.merge_constants(batch, heads, value_dim, splits, queries, has_sinks=sink_logits is not None)
+    tensors |= {"TOTAL": total, "SINK_LOGITS": sink_logits}
+    if edges is not None:
+        constants |= edge_lowering.edge_merge_constants(edges.keys, edges.kappa, *edges.entries.shape[1:3])
+        tensors |= {"ENTRIES": edges.entries, "NEW_NEIGHBOR": edges.new_neighbor, "NEW_WEIGHT": edges.new_weight}
     merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
-    merged((batch * heads * queries, 1, 1), {"TOTAL": total, "TOP": top, "MASS": mass, "SINK_LOGITS": sink_logits}, out)
+    merged((batch * heads * queries, 1, 1), tensors, out)
     return out
 
 
-def key_edges(key, tokens, count, n_indexed, capacity, length, first, sinks, window, kappa, graphs, **tuned):
-    """``ckv::key_edges`` by its kernels: (neighbor, weight)."""
-    tensors = _edge_tensors(key, tokens, count, n_indexed, capacity, length, first)
-    return _edges(tensors, key.shape[1], graphs, None, sinks, window, kappa, tuned)
+def assign_tokens(new_neighbor, new_weight, new_key, state, length, first, num_graphs, sinks, lam):
+    """``ckv::assign_tokens`` by its kernels: int32 ``[L, B]``. state: an ``IndexState``, which is changed.
 
+    new_neighbor, new_weight: ``[L, B, H, kappa]``. new_key: ``[L, B, Hkv, D]``.
+    """
+    from ckv_compile.lowering import assign_tokens as lowering
 
-def approximate_edges(
-    query, key, tokens, count, n_indexed, capacity, length, first, scale, sinks, window, kappa, **tuned
-):  # fmt: skip
-    """``ckv::approximate_edges`` by its kernels: (neighbor, weight)."""
-    tensors = {"QUERY": query, **_edge_tensors(key, tokens, count, n_indexed, capacity, length, first)}
-    return _edges(tensors, query.shape[1], tokens.shape[1], scale, sinks, window, kappa, tuned)
-
-
-def _edge_tensors(key, tokens, count, n_indexed, capacity, length, first):
-    return {
-        "KEY": key,
-        "TOKENS": tokens,
-        "COUNT": count,
-        "N_INDEXED": n_indexed,
-        "CAPACITY": capacity,
-        "LENGTH": length,
-        "FIRST": first,
-    }
-
-
-def _edges(tensors, heads, graphs, scale, sinks, window, kappa, tuned):
-    from ckv_compile.lowering import edges as lowering
-
-    key = tensors["KEY"]
-    batch, kv_heads, _, dim = key.shape
-    constants = lowering.split_constants(
-        batch, heads, kv_heads, dim, graphs, tensors["TOKENS"].shape[2], sinks, window, kappa, scale
-    )
-    constants = {**constants, **lowering.configs(key.dtype, dim, constants["KEPT"])[0], **tuned}
-    splits, lists = constants["SPLITS"], constants["LISTS"] * constants["HEADS"]
-    statistics = {}
-    if scale is not None:
-        statistics = {n: poisoned((batch, splits, lists), torch.float32, key.device) for n in ("TOP", "MASS")}
-    entries = poisoned((batch, splits, lists, constants["KEPT"]), torch.int64, key.device)
-    grid = (splits, batch * constants["LISTS"], 1)
-    RenderedKernel("edges", ["attended"], constants)(grid, {**tensors, **statistics}, entries)
-    neighbor = poisoned((batch, lists, kappa), torch.int32, key.device)
-    weight = poisoned((batch, lists, kappa), torch.float32, key.device)
-    constants = {**lowering.merge_constants(constants, kappa), **lowering.merge_configs()[0]}
-    merge = RenderedKernel("merge_edges", [], constants)
-    merge((batch * lists, 1, 1), dict(EDGES=entries, **statistics, WEIGHT=weight), neighbor)
-    return neighbor, weight
-
-
-def assign_token(neighbor, weight, key_new, state, length, first, layer, num_graphs, sinks, lam):
-    """``ckv::assign_token`` by its kernels. state: an ``IndexState``, which is changed."""
-    from ckv_compile.lowering import assign_token as lowering
-
-    batch, lists, kappa = neighbor.shape
-    plans = lowering.plan_constants(batch, num_graphs, lists, kappa, sinks, lam)
+    layers, batch, lists, kappa = new_neighbor.shape
+    plans = lowering.plan_constants(layers, batch, num_graphs, lists, kappa, sinks, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
-    plan = poisoned((batch, num_graphs), torch.int32, neighbor.device)
+    graphs, device = (layers, batch, num_graphs), new_neighbor.device
+    plan = poisoned(graphs, torch.int32, device)
     scratch = {
-        "COMMUNITY": poisoned((batch, num_graphs, entries), torch.int32, neighbor.device),
-        "INCREMENT": poisoned((batch, num_graphs, entries), torch.float32, neighbor.device),
-        "SUMS": poisoned((batch, num_graphs, 2), torch.float32, neighbor.device),
+        "COMMUNITY": poisoned((*graphs, entries), torch.int32, device),
+        "INCREMENT": poisoned((*graphs, entries), torch.float32, device),
+        "SUMS": poisoned((*graphs, 2), torch.float32, device),
     }
     shared = {
         "LABEL": state.label, "COMMUNITY_WEIGHT": state.community_weight, "TOTAL": state.total_weight,
         "NUMBER": state.num_communities, "N_INDEXED": state.n_indexed, "LOG_FIRST": state.log_first,
-        "CAPACITY": state.capacity_of(layer), "LENGTH": length,
+        "CAPACITY": state.capacity, "LENGTH": length,
     }  # fmt: skip
-    grid = (batch * num_graphs, 1, 1)
     tensors = {
-        "NEIGHBOR": neighbor, "WEIGHT": weight, "GAMMA": state.gamma, "FIRST": first, "EDGE_NEIGHBOR": state.edge_neighbor,
-        "EDGE_WEIGHT": state.edge_weight,
+        "NEIGHBOR": new_neighbor, "WEIGHT": new_weight, "GAMMA": state.gamma, "FIRST": first,
+        "EDGE_NEIGHBOR": state.edge_neighbor, "EDGE_WEIGHT": state.edge_weight,
     }  # fmt: skip
-    RenderedKernel("plan_token", [], {**plans, **lowering.plan_configs(plans)[0]})(
+    grid = lowering.programs(plans)
+    RenderedKernel("plan_tokens", [], {**plans, **lowering.plan_configs(plans)[0]})(
         grid, {**shared, **tensors, **scratch}, plan
     )
-    commits = lowering.commit_constants(batch, num_graphs, key_new.shape[1], key_new.shape[3], entries)
+    commits = lowering.commit_constants(layers, batch, num_graphs, *new_key.shape[2:], entries)
     tensors = {
         "PLAN": plan,
-        "KEY_NEW": key_new,
+        "NEW_KEY": new_key,
         "CHANNEL_SCALE": state.channel_scale,
         "CENTROID": state.centroid,
         "CENTROID_SCALE": state.centroid_scale,
@@ -342,8 +344,8 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
         "SIZE": state.size,
         "LOG": state.log_community,
     }
-    assigned = poisoned((batch,), torch.int32, neighbor.device)
-    RenderedKernel("assign_token", [], {**commits, **lowering.commit_configs()[0]})(
+    assigned = poisoned((layers, batch), torch.int32, device)
+    RenderedKernel("assign_tokens", [], {**commits, **lowering.commit_configs()[0]})(
         grid, {**shared, **tensors, **scratch}, assigned
     )
     return assigned

@@ -21,6 +21,12 @@ from ckv_compile.passes.match_attention import AttentionSite, Cache
 from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
 
 ckv = torch.ops.ckv
+NEW_EDGES = ("new_neighbor", "new_weight", "new_key")  # of this step, in all layers
+ASSIGNED = (
+    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
+    "edge_weight", "gamma",
+)  # fmt: skip
 
 
 def rewrite_decode(
@@ -48,6 +54,8 @@ def rewrite_decode(
         else:
             key, value = site.key_cache, site.value_cache
         _replace(graph, site, layer, key, value, length_of[layer], queries, state, config)
+    if assigns_tokens(config):
+        _assign(graph, sites, state, length_of[-1], config)
 
     past, kv_outputs = [], []
     if cache is Cache.DYNAMIC:
@@ -185,65 +193,32 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
         )
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
         attended = (tokens, count, state["n_indexed"], capacity, length, state["first"])
-        out = call(
-            ckv.sparse_attention.default,
-            (site.query, key, value, *attended, site.sink_logits, layer, site.scale, sinks, window),
-        )
-        new += [routed, shortlist, left_out, retrieved, tokens, count, out]
+        attention = (site.query, key, value, *attended, site.sink_logits)
+        sizes = (layer, site.scale, sinks, window)
         if assigns_tokens(config):
-            new += _assign(call, site, layer, key, attended, out, graphs, state, length, config)
+            edges = [state[name] for name in NEW_EDGES]
+            source = "keys" if config.graph == "keys" else "attention"
+            arguments = (*attention, *edges, *sizes, config.kappa, source)
+            out = call(ckv.sparse_attention_edges.default, arguments)
+        else:
+            out = call(ckv.sparse_attention.default, (*attention, *sizes))
+        new += [routed, shortlist, left_out, retrieved, tokens, count, out]
     graph_edit.set_example_values(graph, new)
     graph_edit.take_place(out, site.node)
 
 
-def _assign(call, site, layer, key, attended, out, graphs, state, length, config) -> list[fx.Node]:
-    sinks, window, kappa = config.num_sink_tokens, config.recent_window, config.kappa
-    if config.graph == "keys":
-        lam = 1.0
-        edges = call(ckv.key_edges.default, (key, *attended, layer, sinks, window, kappa, graphs))
-    else:
-        lam = config.lam
-        edges = call(
-            ckv.approximate_edges.default, (site.query, key, *attended, layer, site.scale, sinks, window, kappa)
-        )
-    neighbor, weight = call(operator.getitem, (edges, 0)), call(operator.getitem, (edges, 1))
-    names = (
-        "centroid",
-        "centroid_scale",
-        "channel_scale",
-        "centroid_mean",
-        "start",
-        "stored",
-        "size",
-        "num_communities",
-        "n_indexed",
-        "log_community",
-        "log_first",
-        "label",
-        "community_weight",
-        "total_weight",
-        "edge_neighbor",
-        "edge_weight",
-        "gamma",
-    )
-    assigned = call(
-        ckv.assign_token.default,
-        (
-            neighbor,
-            weight,
-            out,
-            site.key_new,
-            *(state[n] for n in names),
-            state[f"capacity_{layer}"],
-            length,
-            state["first"],
-            layer,
-            graphs,
-            sinks,
-            lam,
-        ),
-    )
-    return [edges, neighbor, weight, assigned]
+def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Node], length: fx.Node, config) -> None:
+    """Behind all layers: their edges, which it reads, make it follow every operator that reads what it changes."""
+    geometry = geometry_of(sites)
+    graphs = geometry.num_graphs(config.graph_aggregation)
+    keys = config.graph == "keys"
+    lists = graphs if keys else geometry.num_query_heads
+    sizes = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, lists, config.kappa, graphs)
+    read = (*(state[name] for name in (*NEW_EDGES, *ASSIGNED)), state["capacity_0"], length, state["first"])
+    with graph.inserting_before(graph_edit.output_node(graph)):
+        arguments = (*read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam)
+        assigned = graph.call_function(ckv.assign_tokens.default, arguments)
+    graph_edit.set_example_values(graph, [assigned])
 
 
 def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx.Node) -> None:

@@ -6,16 +6,14 @@ On other devices, and where a template does not apply, a lowering calls the oper
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.lowering import (
     append_kv,
-    approximate_edges,
-    assign_token,
+    assign_tokens,
     grouped_linear,
-    key_edges,
     retrieve,
     route,
     sparse_attention,
+    sparse_attention_edges,
 )
 
 __all__ = [
-    "append_kv", "approximate_edges", "assign_token", "grouped_linear", "key_edges", "retrieve", "route",
-    "sparse_attention",
+    "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "sparse_attention", "sparse_attention_edges",
 ]  # fmt: skip

@@ -1,18 +1,57 @@
-"""Edges of a new token on CUDA: a split kernel over its attended positions keeps the best, a merge joins the splits."""
+"""Edges of a new token on CUDA: the split kernel of sparse attention keeps the best, its merge joins the splits.
+
+Cosines that are summed over KV heads belong to none of that kernel's programs and have a split kernel of their own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from ckv_compile.lowering.sparse_attention import keys_per_block, num_splits
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2
+from ckv_compile.lowering.template_call import Config, Template, fixed, next_power_of_2, static_size
 
 NO_ENTRY = -(2**63 - 1)  # below every entry of a list
 
-split = Template("edges", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended")
-merge = Template("merge_edges", lambda meta: (meta["BATCH"] * meta["LISTS"], 1, 1))
+template = Template("edges", lambda meta: (meta["SPLITS"], meta["BATCH"], 1), "attended", "edge_entries")
+
+
+@dataclasses.dataclass
+class Edges:
+    """Nodes of the state that edges go to; ``entries`` are the best of every split where these are known already."""
+
+    keys: bool  # cosines of keys; otherwise scores
+    kappa: int
+    new_neighbor: Any
+    new_weight: Any
+    new_key: Any
+    entries: Any | None = None
+
+
+def keys_per_block(dtype: torch.dtype, dim: int) -> int:
+    """Keys that are read at a time: fewer where their bytes would not fit the registers."""
+    return 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
+
+
+def num_splits(lists: int) -> int:
+    """Programs that share a list: a batch of one fills the device, a large one needs no more than a few each."""
+    return max(8, min(64, next_power_of_2(512 // lists)))
+
+
+def _kept(keys: bool, kappa: int) -> dict[str, Any]:
+    return {"EDGES": True, "KEYS": keys, "KEPT": max(2, next_power_of_2(kappa)), "NO_ENTRY": NO_ENTRY}
+
+
+def edge_constants(keys: bool, kappa: int, attends: dict[str, Any]) -> dict[str, Any]:
+    """What the split kernel of sparse attention, with constants ``attends``, has besides: lists of a group's heads."""
+    heads = 1 if keys else attends["HEADS"]
+    return {**_kept(keys, kappa), "EDGE_HEADS": heads, "EDGE_ROWS": next_power_of_2(heads)}
+
+
+def edge_merge_constants(keys: bool, kappa: int, splits: int, lists: int) -> dict[str, Any]:
+    """What the merge of sparse attention has besides, for edge lists in that many splits."""
+    return {**_kept(keys, kappa), "KAPPA": kappa, "EDGE_SPLITS": splits, "EDGE_LISTS": lists}
 
 
 def configs(dtype: torch.dtype, dim: int, kept: int) -> list[Config]:
@@ -24,45 +63,21 @@ def configs(dtype: torch.dtype, dim: int, kept: int) -> list[Config]:
     ]
 
 
-def merge_configs() -> list[Config]:
-    return [{"num_warps": 4, "num_stages": 1}]
-
-
-def split_constants(
-    batch: int, heads: int, kv_heads: int, dim: int, graphs: int, budget: int, sinks: int, window: int,
-    kappa: int, scale: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The split kernel's constants. heads: query heads; scale: of their scores, None for cosines of keys."""
-    keys = scale is None
-    lists = graphs if keys else max(graphs, kv_heads)
+def constants_of(
+    batch: int, kv_heads: int, dim: int, budget: int, sinks: int, window: int, kappa: int
+) -> dict[str, Any]:
+    """The constants of the kernel for cosines that are summed over KV heads."""
     return {
-        "KEYS": keys, "BATCH": batch, "LISTS": lists, "GRAPHS": graphs, "KV_HEADS": kv_heads,
-        "HEADS": 1 if keys else heads // lists, "PARTS": kv_heads // lists if keys else 1, "D": dim,
-        "BLOCK_D": max(16, next_power_of_2(dim)), "BLOCK_H": 1 if keys else max(16, next_power_of_2(heads // lists)),
-        "BUDGET": budget, "SM_SCALE": scale or 1.0, "SPLITS": num_splits(batch * lists), "SINKS": sinks,
-        "WINDOW": window, "KEPT": max(2, next_power_of_2(kappa)), "NO_ENTRY": NO_ENTRY,
+        "BATCH": batch, "KV_HEADS": kv_heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "BUDGET": budget,
+        "SPLITS": num_splits(batch), "SINKS": sinks, "WINDOW": window, **_kept(True, kappa),
     }  # fmt: skip
 
 
-def merge_constants(constants: dict[str, Any], kappa: int) -> dict[str, Any]:
-    """The merge kernel's constants, from the split kernel's; its lists are edge lists."""
-    same = {name: constants[name] for name in ("KEYS", "BATCH", "SPLITS", "KEPT", "NO_ENTRY")}
-    return {**same, "LISTS": constants["LISTS"] * constants["HEADS"], "KAPPA": kappa}
-
-
-def lower_edges(query: Any | None, key: Any, others: list[Any], constants: dict[str, Any], kappa: int) -> list[Any]:
-    """Nodes of neighbor int32 and weight float32 [B, edge lists, kappa]; others: tokens ... first of the operator."""
-    device, batch, splits, kept = key.get_device(), constants["BATCH"], constants["SPLITS"], constants["KEPT"]
-    lists = constants["LISTS"] * constants["HEADS"]
-    queries = [] if query is None else [query]
-    statistics = [empty([batch, splits, lists], torch.float32, device) for _ in range(2 * len(queries))]
-    entries = split(
-        [*fixed(*queries, key, *others), *statistics], ([batch, splits, lists, kept], torch.int64), statistics,
-        constants, configs(key.get_dtype(), constants["D"], kept),
-    )  # fmt: skip
-    weight = empty([batch, lists, kappa], torch.float32, device)
-    neighbor = merge(
-        [*fixed(entries), *statistics, weight], ([batch, lists, kappa], torch.int32), [weight],
-        merge_constants(constants, kappa), merge_configs(),
-    )  # fmt: skip
-    return [neighbor, weight]
+def lower_layer_edges(key: Any, others: list[Any], new_key: Any, sinks: int, window: int, kappa: int) -> Any:
+    """Node of the best entries int64 [B, splits, 1, KEPT]; others: tokens ... first of the operator."""
+    batch, kv_heads, _, dim = static_size(key)
+    constants = constants_of(batch, kv_heads, dim, static_size(others[0])[2], sinks, window, kappa)
+    size = [batch, constants["SPLITS"], 1, constants["KEPT"]]
+    written = fixed(new_key)
+    tuned = configs(key.get_dtype(), dim, constants["KEPT"])
+    return template([*fixed(key, *others), *written], (size, torch.int64), written, constants, tuned)

@@ -22,7 +22,7 @@ NEW = 8  # tokens of a step, at most
 def makers(batch: int, graphs: int, width: int, slots: int, budget: int) -> dict[str, Callable[[Any], Tensor]]:
     """By the template's argument: a function of Inductor's node that makes a tensor on its device.
 
-    width: of a centroid. slots: of a shortlist. budget: of a list of tokens.
+    width: of a centroid, or of the new keys of a row. slots: of a shortlist. budget: of a list of tokens.
     """
     lists = batch * graphs
 
@@ -77,6 +77,7 @@ def makers(batch: int, graphs: int, width: int, slots: int, budget: int) -> dict
         "TALLY": full(2, 0, torch.int64),
         "TOKENS": listed,
         "COUNT": lambda node: torch.full((batch, graphs), budget, dtype=torch.int32, device=node.get_device()),
+        "NEW_KEY": lambda node: torch.empty(batch * width, dtype=node.get_dtype(), device=node.get_device()),
         "KEY": _cache,
         "VALUE": _cache,
     }

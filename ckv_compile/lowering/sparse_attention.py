@@ -7,27 +7,24 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.lowering.edges import Edges, edge_constants, edge_merge_constants, keys_per_block, num_splits
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.sparse_attention.default
 
-attend = Template("sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended")
+attend = Template("sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended", "edge_entries")
 merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1, 1))
 
 
-def keys_per_block(dtype: torch.dtype, dim: int) -> int:
-    """Keys that are read at a time: fewer where their bytes would not fit the registers."""
-    return 64 if dtype.itemsize * dim <= 256 else 32 if dtype.itemsize * dim <= 512 else 16
-
-
-def configs(dtype: torch.dtype, dim: int, rows: int = 0) -> list[Config]:
+def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[Config]:
     """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more.
 
     Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
+    Of a block ``kept`` edges are taken, so that it has at least as many keys.
     """
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
-    block = keys_per_block(dtype, dim)
+    block = max(kept, keys_per_block(dtype, dim))
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
     return [
@@ -42,42 +39,57 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0) -> list[Config]:
     ]
 
 
-def num_splits(lists: int) -> int:
-    """Programs that share a list: a batch of one fills the device, a large one needs no more than a few each."""
-    return max(8, min(64, next_power_of_2(512 // lists)))
-
-
 @register_lowering(_op, type_promotion_kind=None)
 def sparse_attention(
     query: Any, key: Any, value: Any, tokens: Any, count: Any, n_indexed: Any, capacity: Any, length: Any,
     first: Any, sink_logits: Any | None, layer: int, scale: float, num_sink_tokens: int, recent_window: int,
 ) -> Any:  # fmt: skip
-    device = query.get_device()
-    if device.type != "cuda":
+    if query.get_device().type != "cuda":
         return fallback_handler(_op)(
             query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale, num_sink_tokens,
             recent_window,
         )  # fmt: skip
+    others = [tokens, count, n_indexed, capacity, length, first]
+    return lower_attention(query, key, value, others, sink_logits, scale, num_sink_tokens, recent_window)
+
+
+def lower_attention(
+    query: Any, key: Any, value: Any, others: list[Any], sink_logits: Any | None, scale: float, sinks: int, window: int,
+    edges: Edges | None = None,
+) -> Any:  # fmt: skip
+    """The node of the output. others: tokens ... first of the operator. edges: to store besides."""
+    device = query.get_device()
     batch, heads, queries, dim = static_size(query)
-    _, graphs, budget = static_size(tokens)
+    _, graphs, budget = static_size(others[0])
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
-    attends = attend_constants(
-        batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, num_sink_tokens, recent_window, queries
-    )
-    splits = attends["SPLITS"]
+    attends = attend_constants(batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, sinks, window, queries)
+    splits, kept = attends["SPLITS"], 0
     rows = heads * queries
     top = empty([batch, splits, rows], torch.float32, device)
     mass = empty([batch, splits, rows], torch.float32, device)
-    inputs = [*fixed(query, key, value, tokens, count, n_indexed, capacity, length, first), top, mass]
+    written = [top, mass]
+    entries = None if edges is None else edges.entries
+    if edges is not None and entries is None:
+        attends |= edge_constants(edges.keys, edges.kappa, attends)
+        kept = attends["KEPT"]
+        entries = empty([batch, splits, attends["LISTS"] * attends["EDGE_HEADS"], kept], torch.int64, device)
+        written += [entries, *fixed(edges.new_key)]
     total = attend(
-        inputs, ([batch, splits, rows, value_dim], torch.float32), [top, mass], attends,
-        configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0),
-        makers(batch, graphs, 1, 1, budget),
+        [*fixed(query, key, value, *others), *written], ([batch, splits, rows, value_dim], torch.float32), written,
+        attends,
+        configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0, kept),
+        makers(batch, graphs, kv_heads * dim, 1, budget),
     )  # fmt: skip
-    sinks = [] if sink_logits is None else fixed(sink_logits)
-    merges = merge_constants(batch, heads, value_dim, splits, queries, has_sinks=bool(sinks))
+    logits = [] if sink_logits is None else fixed(sink_logits)
+    merges = merge_constants(batch, heads, value_dim, splits, queries, has_sinks=bool(logits))
+    inputs, written = [*fixed(total), top, mass, *logits], []
+    if edges is not None:
+        assert entries is not None
+        merges |= edge_merge_constants(edges.keys, edges.kappa, *static_size(entries)[1:3])
+        written = fixed(edges.new_neighbor, edges.new_weight)
+        inputs += [*fixed(entries, others[3]), *written]
     out = ([batch, heads, queries, value_dim], query.get_dtype())
-    return merge([*fixed(total), top, mass, *sinks], out, [], merges, [{"num_warps": 4, "num_stages": 1}])
+    return merge(inputs, out, written, merges, [{"num_warps": 4, "num_stages": 1}])
 
 
 def attend_constants(

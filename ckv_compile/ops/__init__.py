@@ -2,34 +2,32 @@
 
 from ckv_compile.ops import (
     append_kv,
-    approximate_edges,
-    assign_token,
+    assign_tokens,
     community_centroids,
     encode_centroids,
     grouped_linear,
-    key_edges,
     key_neighbors,
     prefill_attention,
     retrieve,
     route,
     sparse_attention,
+    sparse_attention_edges,
     submit_partition,
     topk_prefill,
 )
 
 __all__ = [
     "append_kv",
-    "approximate_edges",
-    "assign_token",
+    "assign_tokens",
     "community_centroids",
     "encode_centroids",
     "grouped_linear",
-    "key_edges",
     "key_neighbors",
     "prefill_attention",
     "retrieve",
     "route",
     "sparse_attention",
+    "sparse_attention_edges",
     "submit_partition",
     "topk_prefill",
 ]

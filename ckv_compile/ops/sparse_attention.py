@@ -15,7 +15,7 @@ from ckv_compile.ops.library import (
 )
 
 
-def _check(
+def check_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,7 +54,7 @@ def _sparse_attention(
 ) -> Tensor:
     from ckv_compile.reference.sparse_attention import sparse_attention
 
-    _check(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
+    check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
     return sparse_attention(
         query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale,
         num_sink_tokens, recent_window,
@@ -77,7 +77,7 @@ def _sparse_attention_fake(
     num_sink_tokens: int,
     recent_window: int,
 ) -> Tensor:
-    _check(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
+    check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 

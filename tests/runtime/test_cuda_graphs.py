@@ -50,9 +50,9 @@ class TestWhatIsAskedFor:
 
     def test_an_operator_without_a_kernel_is_named(self):
         graph = fx.Graph()
-        graph.call_function(torch.ops.ckv.assign_token.default, ())
+        graph.call_function(torch.ops.ckv.assign_tokens.default, ())
         lowered = backend._host_operator(graph) is None
-        assert lowered or "ckv.assign_token.default" in refusal(plan(), graph=graph)
+        assert lowered or "ckv.assign_tokens.default" in refusal(plan(), graph=graph)
 
     def test_a_size_that_changes_is_named_but_the_batch_may_change(self):
         def trace(ids, cache):

@@ -1,4 +1,4 @@
-"""Give a new token its community and update the index."""
+"""Give a new token its community in every layer and update the index."""
 
 from __future__ import annotations
 
@@ -19,6 +19,59 @@ class Assignment(NamedTuple):
     is_new: bool
     community_increments: dict[int, float]
     total_increment: float
+
+
+def assign_tokens(
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    new_key: Tensor,
+    centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    label: Tensor,
+    community_weight: Tensor,
+    total_weight: Tensor,
+    edge_neighbor: Tensor,
+    edge_weight: Tensor,
+    gamma: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_lists: int,
+    kappa: int,
+    num_graphs: int,
+    num_sink_tokens: int,
+    lam: float,
+) -> None:
+    """``assign_token`` in every layer, with the edges that ``sparse_attention_edges`` has stored.
+
+    Flat state that is read: new_neighbor int32 and new_weight float32 [L, B, num_lists, kappa], new_key
+    [L, B, num_kv_heads, head_dim] (key dtype). capacity: that of any layer. The rest is as ``assign_token`` has it.
+    """
+    batch = first.shape[0]
+    lists = (batch, num_lists, kappa)
+    state = (
+        centroid, centroid_scale, channel_scale, centroid_mean, start, stored, size, num_communities, n_indexed,
+        log_community, log_first, label, community_weight, total_weight, edge_neighbor, edge_weight, gamma,
+    )  # fmt: skip
+    for layer in range(num_layers):
+        assign_token(
+            layer_state(new_neighbor, layer, lists, "new_neighbor"),
+            layer_state(new_weight, layer, lists, "new_weight"),
+            layer_state(new_key, layer, (batch, num_kv_heads, head_dim), "new_key"),
+            *state, capacity, length, first, layer, num_graphs, num_sink_tokens, lam,
+        )  # fmt: skip
 
 
 def assign_token(
@@ -54,7 +107,7 @@ def assign_token(
 
     neighbor int32, weight float32: [B, H, kappa] lists of ``approximate_edges`` (H = Hq) or ``key_edges`` (H = G);
     graph g adds up the edges of its H // G lists. A list is a set: negative, repeated and unlabelled positions and
-    weights that are not positive and finite are skipped. key_new: [B, Hkv, 1, D].
+    weights that are not positive and finite are skipped. key_new: [B, Hkv, D].
     State is flat and int32 unless said otherwise; all but log_first, channel_scale, gamma and capacity is mutated:
     centroid int8 [L, B, G, C, D] and centroid_scale float32 [L, B, G, C] (see ``encode_centroids``; channel_scale
     float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C];
@@ -95,9 +148,9 @@ def assign_token(
     sizes = layer_state(size, layer, communities, "size")
     starts_of = layer_state(start, layer, communities, "start")
     stored_of = layer_state(stored, layer, communities, "stored")
-    keys = key_new[:, :, 0]  # [B, Hkv, D]
     # One graph over several heads holds their keys side by side.
-    keys = keys.flatten(1)[:, None] if num_graphs == 1 else keys.repeat_interleave(num_graphs // keys.shape[1], 1)
+    heads = key_new.shape[1]
+    keys = key_new.flatten(1)[:, None] if num_graphs == 1 else key_new.repeat_interleave(num_graphs // heads, 1)
     means = layer_state(centroid_mean, layer, (*communities, keys.shape[2]), "centroid_mean")
     codes = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
     scales = layer_state(centroid_scale, layer, communities, "centroid_scale")

@@ -1,0 +1,96 @@
+"""``ckv::assign_tokens`` on CUDA: every graph plans, then each changes its own state if all of a row can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.lowering import fallback_handler, register_lowering
+
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
+
+_op = torch.ops.ckv.assign_tokens.default
+
+
+def programs(meta: dict[str, Any]) -> tuple[int, int, int]:
+    """One per graph of a layer; all layers at once."""
+    return meta["BATCH"] * meta["GRAPHS"], meta["LAYERS"], 1
+
+
+plan = Template("plan_tokens", programs)
+commit = Template("assign_tokens", programs)
+
+
+def plan_configs(constants: dict[str, Any]) -> list[Config]:
+    """More warps where a program compares more pairs of entries."""
+    lists, kappa = constants["BLOCK_L"], constants["BLOCK_K"]
+    pairs = max(lists * kappa * kappa, lists * kappa * constants["CHUNK"])
+    return [{"num_warps": 4 if pairs <= 4096 else 8 if pairs <= 8192 else 16, "num_stages": 1}]
+
+
+def commit_configs() -> list[Config]:
+    return [{"num_warps": 4, "num_stages": 1}]
+
+
+@register_lowering(_op, type_promotion_kind=None)
+def assign_tokens(
+    new_neighbor: Any, new_weight: Any, new_key: Any, centroid: Any, centroid_scale: Any, channel_scale: Any,
+    centroid_mean: Any, start: Any, stored: Any, size: Any, num_communities: Any, n_indexed: Any, log_community: Any,
+    log_first: Any, label: Any, community_weight: Any, total_weight: Any, edge_neighbor: Any, edge_weight: Any,
+    gamma: Any, capacity: Any, length: Any, first: Any, num_layers: int, num_kv_heads: int, head_dim: int,
+    num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float,
+) -> None:  # fmt: skip
+    device = new_neighbor.get_device()
+    if device.type != "cuda":
+        return fallback_handler(_op)(
+            new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, centroid_mean, start, stored,
+            size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
+            edge_neighbor, edge_weight, gamma, capacity, length, first, num_layers, num_kv_heads, head_dim, num_lists,
+            kappa, num_graphs, num_sink_tokens, lam,
+        )  # fmt: skip
+    (batch,) = static_size(first)
+    plans = plan_constants(num_layers, batch, num_graphs, num_lists, kappa, num_sink_tokens, lam)
+    entries = plans["BLOCK_L"] * plans["BLOCK_K"]
+    graphs = [num_layers, batch, num_graphs]
+    community = empty([*graphs, entries], torch.int32, device)
+    increment = empty([*graphs, entries], torch.float32, device)
+    sums = empty([*graphs, 2], torch.float32, device)
+    edges = fixed(edge_neighbor, edge_weight)
+    read = fixed(
+        new_neighbor, new_weight, label, community_weight, total_weight, gamma, num_communities, n_indexed, log_first,
+        capacity, length, first,
+    )  # fmt: skip
+    planned = plan(
+        [*read, *edges, community, increment, sums], (graphs, torch.int32),
+        [*edges, community, increment, sums], plans, plan_configs(plans),
+    )  # fmt: skip
+    state = fixed(
+        centroid, centroid_scale, centroid_mean, start, stored, size, num_communities, n_indexed, log_community, label,
+        community_weight, total_weight,
+    )  # fmt: skip
+    read = [*fixed(planned), community, increment, sums, *fixed(new_key, channel_scale, log_first, capacity, length)]
+    commits = commit_constants(num_layers, batch, num_graphs, num_kv_heads, head_dim, entries)
+    commit([*read, *state], ([num_layers, batch], torch.int32), state, commits, commit_configs())
+    return None
+
+
+def plan_constants(
+    layers: int, batch: int, graphs: int, lists: int, kappa: int, sinks: int, lam: float
+) -> dict[str, Any]:
+    """The plan kernel's constants; all pairs of entries of a graph are compared, CHUNK columns of them at a time."""
+    block_l, block_k = next_power_of_2(lists // graphs), max(2, next_power_of_2(kappa))
+    entries = block_l * block_k
+    return {
+        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "LISTS": lists // graphs, "KAPPA": kappa, "BLOCK_L": block_l, "BLOCK_K": block_k,
+        "CHUNK": min(entries, max(8, 4096 // entries)), "SINKS": sinks, "LAM": lam,
+    }  # fmt: skip
+
+
+def commit_constants(
+    layers: int, batch: int, graphs: int, kv_heads: int, dim: int, entries: int
+) -> dict[str, Any]:
+    parts = kv_heads if graphs == 1 else 1
+    return {
+        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "BLOCK_G": next_power_of_2(graphs), "KV_HEADS": kv_heads, "PARTS": parts, "D": dim,
+        "BLOCK_D": max(32, next_power_of_2(parts * dim)), "ENTRIES": entries,
+    }  # fmt: skip

@@ -1,0 +1,166 @@
+"""``ckv::assign_tokens``: give a new token its community in every layer and update the index (eq. 6 and 7).
+
+It runs once, after the attention of all layers: that has written the edges and keys which this one reads, so that no
+compiler moves it before an operator that still reads ``n_indexed`` or the communities as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ckv_compile.ops.library import register_op, require, require_at_least, require_first, require_length
+
+
+def _check(
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    length: Tensor,
+    first: Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_lists: int,
+    kappa: int,
+    num_graphs: int,
+    num_sink_tokens: int,
+    lam: float,
+) -> None:
+    require(new_neighbor.dtype == torch.int32, "new_neighbor", "be int32", new_neighbor.dtype)
+    require(new_weight.dtype == torch.float32, "new_weight", "be float32", new_weight.dtype)
+    require_length(length)
+    require(first.dim() == 1, "first", "be [batch], one per row", tuple(first.shape))
+    require_first(first, first.shape[0])
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "kappa": kappa}
+    for name, size in sizes.items():
+        require_at_least(name, size, 1)
+    require(
+        num_graphs > 0 and num_lists > 0 and num_lists % num_graphs == 0,
+        "num_graphs",
+        f"divide the {num_lists} lists",
+        num_graphs,
+    )
+    require(
+        num_graphs == 1 or num_graphs % num_kv_heads == 0,
+        "num_graphs",
+        f"be 1 or a multiple of the {num_kv_heads} KV heads",
+        num_graphs,
+    )
+    require_at_least("num_sink_tokens", num_sink_tokens, 0)
+    require(0.0 <= lam <= 1.0, "lam", "be between 0 and 1", lam)
+
+
+def _assign_tokens(
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    new_key: Tensor,
+    centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    label: Tensor,
+    community_weight: Tensor,
+    total_weight: Tensor,
+    edge_neighbor: Tensor,
+    edge_weight: Tensor,
+    gamma: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_lists: int,
+    kappa: int,
+    num_graphs: int,
+    num_sink_tokens: int,
+    lam: float,
+) -> None:
+    from ckv_compile.reference.assign_tokens import assign_tokens
+
+    sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam)
+    assign_tokens(
+        new_neighbor,
+        new_weight,
+        new_key,
+        centroid,
+        centroid_scale,
+        channel_scale,
+        centroid_mean,
+        start,
+        stored,
+        size,
+        num_communities,
+        n_indexed,
+        log_community,
+        log_first,
+        label,
+        community_weight,
+        total_weight,
+        edge_neighbor,
+        edge_weight,
+        gamma,
+        capacity,
+        length,
+        first,
+        *sizes,
+        lam,
+    )
+
+
+def _assign_tokens_fake(
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    new_key: Tensor,
+    centroid: Tensor,
+    centroid_scale: Tensor,
+    channel_scale: Tensor,
+    centroid_mean: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    size: Tensor,
+    num_communities: Tensor,
+    n_indexed: Tensor,
+    log_community: Tensor,
+    log_first: Tensor,
+    label: Tensor,
+    community_weight: Tensor,
+    total_weight: Tensor,
+    edge_neighbor: Tensor,
+    edge_weight: Tensor,
+    gamma: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_lists: int,
+    kappa: int,
+    num_graphs: int,
+    num_sink_tokens: int,
+    lam: float,
+) -> None:
+    sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam)
+
+
+register_op(
+    "assign_tokens(Tensor new_neighbor, Tensor new_weight, Tensor new_key, Tensor(a!) centroid, "
+    "Tensor(m!) centroid_scale, Tensor channel_scale, Tensor(n!) centroid_mean, "
+    "Tensor(b!) start, Tensor(c!) stored, Tensor(d!) size, Tensor(e!) num_communities, Tensor(f!) n_indexed, "
+    "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
+    "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "
+    "Tensor length, Tensor first, int num_layers, int num_kv_heads, int head_dim, int num_lists, int kappa, "
+    "int num_graphs, int num_sink_tokens, float lam) -> ()",
+    _assign_tokens,
+    _assign_tokens_fake,
+)

@@ -1,0 +1,108 @@
+"""``ckv::sparse_attention_edges``: sparse attention that stores the edges of its new token (eq. 6) besides.
+
+Edges are a by-product: scores and keys are at hand. They wait in state of all layers, with the new key, until
+``ckv::assign_tokens`` takes them at the end of the step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ckv_compile.ops.library import register_op, require, require_at_least, require_one_query
+from ckv_compile.ops.sparse_attention import check_attention
+
+EDGE_SOURCES = ("keys", "attention")
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    count: Tensor,
+    length: Tensor,
+    first: Tensor,
+    sink_logits: Tensor | None,
+    new_key: Tensor,
+    num_sink_tokens: int,
+    recent_window: int,
+    kappa: int,
+    source: str,
+) -> None:
+    check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
+    require_one_query(query)
+    require_at_least("kappa", kappa, 1)
+    require(source in EDGE_SOURCES, "source", f"be one of {EDGE_SOURCES}", source)
+    heads, graphs = key.shape[1], tokens.shape[1]
+    require(source != "keys" or graphs in (1, heads), "tokens", f"hold 1 list or {heads}, one per KV head", graphs)
+    require(new_key.dtype == key.dtype, "new_key", f"have key's dtype {key.dtype}", new_key.dtype)
+
+
+def _sparse_attention_edges(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    count: Tensor,
+    n_indexed: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    sink_logits: Tensor | None,
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    new_key: Tensor,
+    layer: int,
+    scale: float,
+    num_sink_tokens: int,
+    recent_window: int,
+    kappa: int,
+    source: str,
+) -> Tensor:
+    from ckv_compile.reference.sparse_attention_edges import sparse_attention_edges
+
+    _check(
+        query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
+        source,
+    )  # fmt: skip
+    return sparse_attention_edges(
+        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, new_neighbor, new_weight,
+        new_key, layer, scale, num_sink_tokens, recent_window, kappa, source,
+    )  # fmt: skip
+
+
+def _sparse_attention_edges_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    count: Tensor,
+    n_indexed: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    first: Tensor,
+    sink_logits: Tensor | None,
+    new_neighbor: Tensor,
+    new_weight: Tensor,
+    new_key: Tensor,
+    layer: int,
+    scale: float,
+    num_sink_tokens: int,
+    recent_window: int,
+    kappa: int,
+    source: str,
+) -> Tensor:
+    _check(
+        query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
+        source,
+    )  # fmt: skip
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+register_op(
+    "sparse_attention_edges(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
+    "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, Tensor(a!) new_neighbor, Tensor(b!) new_weight, "
+    "Tensor(c!) new_key, int layer, float scale, int num_sink_tokens, int recent_window, int kappa, str source) -> Tensor",
+    _sparse_attention_edges,
+    _sparse_attention_edges_fake,
+)
