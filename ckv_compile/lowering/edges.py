@@ -44,9 +44,15 @@ def _kept(keys: bool, kappa: int) -> dict[str, Any]:
 
 
 def edge_constants(keys: bool, kappa: int, attends: dict[str, Any]) -> dict[str, Any]:
-    """What the split kernel of sparse attention, with constants ``attends``, has besides: lists of a group's heads."""
+    """What the split kernel of sparse attention, with constants ``attends``, has besides or otherwise.
+
+    The new key takes a row behind the queries.
+    """
     heads = 1 if keys else attends["HEADS"]
-    return {**_kept(keys, kappa), "EDGE_HEADS": heads, "EDGE_ROWS": next_power_of_2(heads)}
+    return {
+        **_kept(keys, kappa), "EDGE_HEADS": heads, "EDGE_ROWS": next_power_of_2(heads), "SPLITS": attends["SPLITS"] // 2,
+        "BLOCK_H": max(16, next_power_of_2(attends["HEADS"] + keys)),
+    }  # fmt: skip
 
 
 def edge_merge_constants(keys: bool, kappa: int, splits: int, lists: int) -> dict[str, Any]:
@@ -59,7 +65,7 @@ def configs(dtype: torch.dtype, dim: int, kept: int) -> list[Config]:
     block = max(kept, keys_per_block(dtype, dim))
     return [
         {"BLOCK_N": block, "STAGES": stages, "num_warps": warps, "num_stages": stages}
-        for stages, warps in ((1, 4), (2, 4), (1, 8))
+        for stages, warps in ((1, 8), (2, 8), (1, 4))
     ]
 
 

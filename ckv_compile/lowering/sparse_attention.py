@@ -21,10 +21,17 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more.
 
     Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
-    Of a block ``kept`` edges are taken, so that it has at least as many keys.
+    Programs that keep edges (0: none) read a block of at least as many keys. They have half the SPLITS and twice the
+    warps: more of their state is in registers, and this way all still fit the device at once.
     """
+    if kept:
+        block = max(kept, keys_per_block(dtype, dim))
+        return [
+            {"BLOCK_N": block, "LIST_STAGES": lists, "TAIL_STAGES": 2, "num_warps": warps, "num_stages": 2}
+            for lists, warps in (((2, 4), (2, 8)) if dtype.itemsize == 4 else ((2, 8), (1, 8), (3, 8), (2, 4)))
+        ]
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
-    block = max(kept, keys_per_block(dtype, dim))
+    block = keys_per_block(dtype, dim)
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
     return [
@@ -63,15 +70,15 @@ def lower_attention(
     _, graphs, budget = static_size(others[0])
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
     attends = attend_constants(batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, sinks, window, queries)
-    splits, kept = attends["SPLITS"], 0
+    if edges is not None and edges.entries is None:
+        attends |= edge_constants(edges.keys, edges.kappa, attends)
+    splits, kept = attends["SPLITS"], attends.get("KEPT", 0)
     rows = heads * queries
     top = empty([batch, splits, rows], torch.float32, device)
     mass = empty([batch, splits, rows], torch.float32, device)
     written = [top, mass]
     entries = None if edges is None else edges.entries
     if edges is not None and entries is None:
-        attends |= edge_constants(edges.keys, edges.kappa, attends)
-        kept = attends["KEPT"]
         entries = empty([batch, splits, attends["LISTS"] * attends["EDGE_HEADS"], kept], torch.int64, device)
         written += [entries, *fixed(edges.new_key)]
     total = attend(

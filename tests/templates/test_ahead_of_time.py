@@ -53,10 +53,11 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
 
 POINTERS = {
     "LEFT_OUT": "fp32", "CENTROID": "i8", "CENTROID_SCALE": "fp32", "CHANNEL_SCALE": "fp32", "SCORES": "fp32",
-    "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "EDGES": "i64", "WEIGHT": "fp32",
+    "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "ENTRIES": "i64", "WEIGHT": "fp32",
+    "NEW_WEIGHT": "fp32",
     "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
 }  # fmt: skip
-OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "CENTROID_MEAN", "SINK_LOGITS"}
+OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "NEW_KEY", "CENTROID_MEAN", "SINK_LOGITS"}
 OF_THE_MODEL = {"INPUT", *(f"{kind}_{i}" for kind in ("WEIGHT", "BIAS") for i in range(4))}  # the others are int32
 
 
@@ -96,7 +97,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels():
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
-    from ckv_compile.lowering import append_kv, assign_token, edges, grouped_linear, retrieve, route, sparse_attention
+    from ckv_compile.lowering import append_kv, assign_tokens, edges, grouped_linear, retrieve, route, sparse_attention
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
@@ -106,16 +107,20 @@ def kernels():
             yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
         yield label, "route", [], constants, "fp32", dtype
 
-    def attended(dim, dtype, heads=32, kv_heads=8, queries=1):
+    def attended(dim, dtype, heads=32, kv_heads=8, queries=1, source=None, kappa=8):
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        label = f"D={dim} {dtype} heads={heads}/{kv_heads} queries={queries}"
+        label = f"D={dim} {dtype} heads={heads}/{kv_heads} queries={queries} edges={source} kappa={kappa}"
         constants = sparse_attention.attend_constants(
             1, heads, kv_heads, dim, dim, 0.1, kv_heads, 4096, 10, 64, queries
         )
-        rows = constants["BLOCK_H"] if queries > 1 else 0
-        constants |= sparse_attention.configs(torch_dtype, dim, rows)[0]
-        yield label, "sparse_attention", ["attended"], constants, "fp32", dtype
         merges = sparse_attention.merge_constants(1, heads, dim, constants["SPLITS"], queries, has_sinks=True)
+        if source is not None:
+            constants |= edges.edge_constants(source == "keys", kappa, constants)
+            lists = kv_heads if source == "keys" else heads
+            merges |= edges.edge_merge_constants(source == "keys", kappa, constants["SPLITS"], lists)
+        rows = constants["BLOCK_H"] if queries > 1 else 0
+        constants |= sparse_attention.configs(torch_dtype, dim, rows, constants.get("KEPT", 0))[0]
+        yield label, "sparse_attention", ["attended", "edge_entries"], constants, "fp32", dtype
         yield label, "merge_splits", [], {**merges, "num_warps": 4, "num_stages": 1}, dtype, dtype
 
     def listed(slots, has_log):
@@ -124,17 +129,14 @@ def kernels():
 
     def assigned(dim, dtype):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-        for scale in (None, 0.1):
-            constants = edges.split_constants(1, 8 if scale is None else 32, 8, dim, 8, 4096, 10, 64, 8, scale)
-            merges = edges.merge_constants(constants, 8) | edges.merge_configs()[0]
-            constants |= edges.configs(torch_dtype, dim, constants["KEPT"])[0]
-            yield f"D={dim} {dtype} scale={scale}", "edges", ["attended"], constants, "i64", dtype
-            yield f"scale={scale}", "merge_edges", [], merges, "i32", dtype
-        plans = assign_token.plan_constants(1, 8, 32, 8, 10, 0.5)
+        constants = edges.constants_of(1, 8, dim, 4096, 10, 64, 8)
+        constants |= edges.configs(torch_dtype, dim, constants["KEPT"])[0]
+        yield f"D={dim} {dtype}", "edges", ["attended", "edge_entries"], constants, "i64", dtype
+        plans = assign_tokens.plan_constants(36, 1, 8, 32, 8, 10, 0.5)
         entries = plans["BLOCK_L"] * plans["BLOCK_K"]
-        yield "8 graphs", "plan_token", [], plans | assign_token.plan_configs(plans)[0], "i32", dtype
-        commits = assign_token.commit_constants(1, 8, 8, dim, entries) | assign_token.commit_configs()[0]
-        yield f"D={dim} {dtype}", "assign_token", [], commits, "i32", dtype
+        yield "8 graphs", "plan_tokens", [], plans | assign_tokens.plan_configs(plans)[0], "i32", dtype
+        commits = assign_tokens.commit_constants(36, 1, 8, 8, dim, entries) | assign_tokens.commit_configs()[0]
+        yield f"D={dim} {dtype}", "assign_tokens", [], commits, "i32", dtype
 
     def projected(rows, sizes, channels, dtype, biased=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -161,6 +163,11 @@ def kernels():
     for slots, has_log in ((2048, False), (2048, True), (4096, True)):
         yield from listed(slots, has_log)
     yield from assigned(128, "bf16")
+    for source in ("keys", "attention"):
+        for dim, dtype in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")):
+            yield from attended(dim, dtype, source=source)
+        yield from attended(128, "bf16", source=source, kappa=32)
+    yield from attended(128, "bf16", 64, 4, source="attention")
     for rows in (1, 4):
         yield from projected(rows, (4096, 1024, 1024), 4096, "bf16")
         yield from projected(rows, (3584, 512, 512), 3584, "bf16", biased=True)
