@@ -37,7 +37,7 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
     least = 4 if score == "softmax" else 2
     return [
         {"BLOCK_C": block, "STAGES": stages, "num_warps": max(least, warps), "num_stages": stages}
-        for block, stages, warps in ((128, 3, 4), (64, 3, 4), (64, 3, 2), (256, 3, 8))
+        for block, stages, warps in ((64, 3, 2), (64, 3, 4), (128, 3, 4), (256, 3, 8))
     ]
 
 
