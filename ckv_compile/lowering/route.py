@@ -86,7 +86,7 @@ def constants_of(
     rows = heads * queries // (graphs * parts)
     return {
         "BATCH": batch, "GRAPHS": graphs, "PARTS": parts, "HEADS": rows, "QUERIES": queries, "D": dim, "SM_SCALE": scale,
-        "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(16, next_power_of_2(rows)),
+        "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(8, next_power_of_2(rows)),
         "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
         "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
     }  # fmt: skip
