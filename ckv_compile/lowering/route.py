@@ -12,7 +12,7 @@ from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.route.default
-RUN = 4  # communities with consecutive ids that a program takes together: 512 bytes of centroids at head_dim 128
+RUN = 8  # communities with consecutive ids that a program takes together: 1 KiB of centroids at head_dim 128
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
