@@ -54,8 +54,9 @@ def assigns_tokens(config: CommunityConfig) -> bool:
 
 
 def shortlist_slots(config: CommunityConfig) -> int:
-    """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 32 or 64 a part."""
-    return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
+    """Communities that ``route`` lists for ``retrieve``: at least four times what fills the budget, 16 to 64 a part."""
+    wanted = 4 * config.budget // config.mean_size
+    return PROGRAMS * next((part for part in (16, 32) if part * PROGRAMS >= wanted), 64)
 
 
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:

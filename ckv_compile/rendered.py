@@ -24,8 +24,11 @@ class RenderedKernel:
     """One template with its constants. ``ranks``: number of dimensions of each tensor argument that is asked for."""
 
     def __init__(self, name: str, helpers: Sequence[str], constants: dict[str, Any], output_rank: int = 0) -> None:
+        constants = {"PDL": False, **constants}
         self.constants = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages")}
         self.options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages")}
+        if constants["PDL"] and "gdc_wait" in load_template(name):
+            self.options["launch_pdl"] = True
         self.arguments: list[str] = []
         self.numbers: list[tuple[str, str, int]] = []  # (kind, tensor, dimension)
         self.text = self._render(load_template(name, *helpers))

@@ -6,10 +6,17 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
 _ACCEPTED = inspect.signature(TritonTemplate.__init__).parameters
+_TAKES_META = "triton_meta" in inspect.signature(TritonTemplate.generate).parameters
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it is over, and wait for it where it says so (sm_90 on)."""
+    return _TAKES_META and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def make_template(name: str, grid: Any, source: str) -> TritonTemplate:

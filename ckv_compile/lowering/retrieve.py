@@ -22,11 +22,9 @@ template = Template(
 
 def configs(slots: int, rows: int = 1) -> list[Config]:
     """Programs of a graph and their warps; where rows and graphs are many, fewer programs fill the device."""
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...] = ((16, 4), (32, 4), (16, 8)) if slots <= 1024 else ((16, 8), (32, 8))
     if rows > 16 and slots <= 2048:
         shapes = ((8, 8), (16, 8), (16, 4))
-    else:
-        shapes = ((16, 4), (32, 4), (16, 8)) if slots <= 2048 else ((16, 8), (32, 8))
     return [
         {"PARTS": parts, "OWN": slots // parts, "BLOCK_J": 16, "num_warps": warps, "num_stages": 1}
         for parts, warps in shapes

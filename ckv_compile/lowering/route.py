@@ -12,7 +12,7 @@ from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.route.default
-RUN = 4  # communities with consecutive ids that a program takes together: 512 bytes of centroids at head_dim 128
+RUN = 8  # communities with consecutive ids that a program takes together: 1 KiB of centroids at head_dim 128
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
@@ -37,7 +37,7 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
     least = 4 if score == "softmax" else 2
     return [
         {"BLOCK_C": block, "STAGES": stages, "num_warps": max(least, warps), "num_stages": stages}
-        for block, stages, warps in ((128, 3, 4), (64, 3, 4), (64, 3, 2), (256, 3, 8))
+        for block, stages, warps in ((64, 3, 2), (64, 3, 4), (128, 3, 4), (256, 3, 8))
     ]
 
 
@@ -86,7 +86,7 @@ def constants_of(
     rows = heads * queries // (graphs * parts)
     return {
         "BATCH": batch, "GRAPHS": graphs, "PARTS": parts, "HEADS": rows, "QUERIES": queries, "D": dim, "SM_SCALE": scale,
-        "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(16, next_power_of_2(rows)),
+        "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(8, next_power_of_2(rows)),
         "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
         "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
     }  # fmt: skip

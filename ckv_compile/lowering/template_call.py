@@ -14,7 +14,7 @@ from torch._inductor.lowering import empty_strided
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.virtualized import V
 
-from ckv_compile.lowering.inductor_compat import make_template, select
+from ckv_compile.lowering.inductor_compat import dependent_launch, make_template, select
 from ckv_compile.templates import load_template
 
 Config = dict[str, Any]  # num_warps, num_stages and the template's constants that are tuned
@@ -38,7 +38,7 @@ class Template:
             return ""
 
         environment = {"def_kernel": lambda *given: names.extend(given), "stride": nothing, "store_output": nothing}
-        jinja2.Environment().from_string(self.source).render(**environment, **constants)
+        jinja2.Environment().from_string(self.source).render(**environment, **constants, PDL=False)
         return names
 
     def __call__(
@@ -60,6 +60,7 @@ class Template:
         layout = contiguous(device, *output)
         configs = list(configs)
         choices: list[Any] = []
+        overlaps = "gdc_wait" in self.source and dependent_launch(device)
         tunes = bool(examples) and inductor_config.max_autotune
         for tuned in configs if tunes else configs[:1]:
             error = self.template.maybe_append_choice(
@@ -68,6 +69,8 @@ class Template:
                 layout=layout,
                 mutated_inputs=list(mutated),
                 call_sizes=list(output[0]),
+                triton_meta={"launch_pdl": True} if overlaps else None,
+                PDL=overlaps,
                 **constants,
                 **tuned,
             )

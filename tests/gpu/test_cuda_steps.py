@@ -150,9 +150,10 @@ def test_a_caller_captures_a_step_and_replays_it(model, cache_class, options):
 def test_a_first_call_under_capture_raises_and_says_to_warm_up(model):
     module, cache = compiled(model), DynamicCache(config=model.config)
     step(model, tokens(30, 1), cache)
+    ids = tokens(1, 2)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="run one decode step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        step(module, tokens(1, 2), cache)
+        step(module, ids, cache)
 
 
 def test_addresses_repeat_so_a_second_generation_records_nothing(model):
