@@ -426,7 +426,7 @@ class RewrittenCache:
 def rewritten_text(graph: Rewritten, layer: int) -> str:
     """What the rewritten attention of one layer reads, calls and hands on, to an operator or to the model's own nodes.
 
-    The layer's number is written ``L``.
+    The layer's number is written ``L``, the number of all layers and the layer of an operator for all of them ``*``.
     """
     nodes, plan, site = list(graph.gm.graph.nodes), graph.plan, graph.sites[layer]
     roles = {
@@ -473,11 +473,16 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
             if not node.name.startswith(("ckv_key_", "ckv_value_", "ckv_capacity_")) or node.name in own:
                 state.append(f"{name(node)} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
         elif _is_ours(node) and of_this_layer(node):
-            arguments = (
-                f"{a.name}={'L' if a.name == 'layer' else name(value)}" if not isinstance(value, torch.fx.Node)
-                else name(value)
-                for a, value in zip(node.target._schema.arguments, node.args, strict=False)
-            )  # fmt: skip
+            call = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
+            numbers = {"layer": "L", "num_layers": "*"}
+            of_any = {"capacity": "ckv_capacity_*"} if "num_layers" in call else {}
+            if of_any and call["length"] in [site.position for site in graph.sites]:
+                of_any["length"] = "position"
+            arguments = [
+                of_any.get(argument, name(value)) if isinstance(value, torch.fx.Node)
+                else f"{argument}={numbers.get(argument, name(value))}"
+                for argument, value in call.items()
+            ]  # fmt: skip
             text = f"{_op_name(node)}({', '.join(arguments)}){readers(node)}"
             lines += textwrap.wrap(text, 110, subsequent_indent="    ")
         elif not _is_ours(node) and any(_is_state(argument) for argument in node.all_input_nodes):

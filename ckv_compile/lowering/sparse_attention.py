@@ -25,10 +25,10 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     warps: more of their state is in registers, and this way all still fit the device at once.
     """
     if kept:
-        block = max(kept, keys_per_block(dtype, dim))
+        block = max(kept, 16 if dtype.itemsize == 4 else keys_per_block(dtype, dim))
         return [
             {"BLOCK_N": block, "LIST_STAGES": lists, "TAIL_STAGES": 2, "num_warps": warps, "num_stages": 2}
-            for lists, warps in (((2, 4), (2, 8)) if dtype.itemsize == 4 else ((2, 8), (1, 8), (3, 8), (2, 4)))
+            for lists, warps in ((2, 8), (1, 8), (3, 8), (2, 4))
         ]
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
     block = keys_per_block(dtype, dim)

@@ -31,6 +31,7 @@ from ckv_compile.testing import (
     tiny_model,
 )
 
+ckv = torch.ops.ckv
 DECODE = 1  # number of the decode step among the calls of ``captured_turns``
 SMALL = {"min_context": 0, "workers": 0, "num_sink_tokens": 1, "recent_window": 2}
 EXACT = {**SMALL, "budget": 64}  # the whole context fits, so nothing is lost
@@ -73,7 +74,7 @@ ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+    slots=1024) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -95,27 +96,25 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
     ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32 [1];
     ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1]; ckv_edge_neighbor
-    int32 [1]; ckv_edge_weight float32 [1]
+    int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight float32 [1];
+    ckv_new_key float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+    slots=1024) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
-    sparse_attention, approximate_edges, [1] -> sparse_attention, approximate_edges
-sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
-    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) ->
-    assign_token, model
-approximate_edges(query, ckv_key_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L, ckv_length,
-    ckv_first, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1]
-    -> assign_token
-assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid,
-    ckv_centroid_scale, ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size,
-    ckv_num_communities, ckv_n_indexed, ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight,
-    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity_L, ckv_length, ckv_first,
-    layer=L, num_graphs=2, num_sink_tokens=1, lam=0.5)
+    sparse_attention_edges, [1] -> sparse_attention_edges
+sparse_attention_edges(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L,
+    scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8, source='attention') -> model
+assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
+    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, ckv_length, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)
 ckv_length.add_(1)""",
     )
 
@@ -131,7 +130,7 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+    slots=1024) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -151,25 +150,23 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
     [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
-    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]
+    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight
+    float32 [1]; ckv_new_key float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+    slots=1024) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
-    sparse_attention, approximate_edges, [1] -> sparse_attention, approximate_edges
-sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
-    position, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) ->
-    assign_token, model
-approximate_edges(query, key_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L, position,
-    ckv_first, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8) -> [0] -> assign_token, [1]
-    -> assign_token
-assign_token(approximate_edges[0], approximate_edges[1], sparse_attention, key_new, ckv_centroid,
-    ckv_centroid_scale, ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size,
-    ckv_num_communities, ckv_n_indexed, ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight,
-    ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight, ckv_gamma, ckv_capacity_L, position, ckv_first,
-    layer=L, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
+    sparse_attention_edges, [1] -> sparse_attention_edges
+sparse_attention_edges(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L, scale=0.25,
+    num_sink_tokens=1, recent_window=2, kappa=8, source='attention') -> model
+assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
+    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
     )
 
 
@@ -183,8 +180,8 @@ def counts(gm: torch.fx.GraphModule) -> dict[str, int]:
         found["repeats"] += isinstance(value, Tensor) and value.dim() == 5
         found["masks"] += node.op != "placeholder" and isinstance(value, Tensor) and value.dtype == torch.bool
         found["symbols"] += graph_edit.has_symbol(value)
-        found["sparse_attention"] += node.target is torch.ops.ckv.sparse_attention.default
-        found["append_kv"] += node.target is torch.ops.ckv.append_kv.default
+        found["sparse_attention"] += node.target in (ckv.sparse_attention.default, ckv.sparse_attention_edges.default)
+        found["append_kv"] += node.target is ckv.append_kv.default
     return found
 
 

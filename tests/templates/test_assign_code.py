@@ -1,4 +1,4 @@
-"""The CUDA code of a graph whose layers assign the new token: kernels only, in order, and no state is copied."""
+"""The CUDA code of a graph that assigns the new token: kernels only, two of them for all layers, and no state is copied."""
 
 import re
 
@@ -16,10 +16,19 @@ ASSIGNED = (
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
+NEW_EDGES = ("new_neighbor", "new_weight", "new_key")
+MARKS = {  # an argument of each template that none after it has
+    "KEY_NEW": "append_kv", "VALUE_NEW": "append_kv", "MEMBER": "retrieve", "NEIGHBOR": "plan", "PLAN": "commit",
+    "TOTAL": "merge_splits", "VALUE": "attend", "TOKENS": "edges", "CENTROID": "route",
+}  # fmt: skip
+
+
+def kernel_of(arguments: list[str]) -> str:
+    return next(name for mark, name in MARKS.items() if mark in arguments)
 
 
 def code_of(source: str, graphs: int) -> tuple[list[str], str]:
-    """The templates that run, each by the name of its first argument, and the text of the wrapper's body."""
+    """The names of the templates' kernels that run, and the text of the wrapper's body."""
     kinds = {name: kind or torch.bfloat16 for name, kind in (INDEX_STATE | ASSIGN_STATE).items()}
 
     def arguments():
@@ -48,34 +57,36 @@ def code_of(source: str, graphs: int) -> tuple[list[str], str]:
                 BATCH, graphs, 256, SINKS, WINDOW, True,
             )  # fmt: skip
             attended = (tokens, count, s["n_indexed"], capacity, length, first)
-            out = ckv.sparse_attention(query, key, value, *attended, None, layer, 0.1, SINKS, WINDOW)
-            if source == "keys":
-                edges = ckv.key_edges(key, *attended, layer, SINKS, WINDOW, KAPPA, graphs)
-            else:
-                edges = ckv.approximate_edges(query, key, *attended, layer, 0.1, SINKS, WINDOW, KAPPA)
-            ckv.assign_token(
-                *edges, out, new, *(s[name] for name in ASSIGNED), capacity, length, first, layer, graphs, SINKS, 0.5
-            )
+            out = ckv.sparse_attention_edges(
+                query, key, value, *attended, None, *(s[name] for name in NEW_EDGES), layer, 0.1, SINKS, WINDOW, KAPPA,
+                source,
+            )  # fmt: skip
             query, new = out + 1, new * 2
+        lists = graphs if source == "keys" else HEADS
+        ckv.assign_tokens(
+            *(s[name] for name in (*NEW_EDGES, *ASSIGNED)), capacities[0], length, first, LAYERS, KV_HEADS, DIM, lists,
+            KAPPA, graphs, SINKS, 0.5,
+        )  # fmt: skip
         length.add_(1)
         return query
 
     code = generated_code(step, arguments)
     kernels, call = code[: code.index("def call(")], code[code.index("def call(") :]
-    first = {}  # first argument of each template's kernel
+    names = {}
     for text in kernels.split("async_compile.triton('")[1:]:
-        found = re.search(r"'arg_(\w+)'", text)
-        if found:
-            first[text.split("'")[0]] = found[1]
-    return [first[name] for name in re.findall(r"(\w+)\.run\(", call) if name in first], call
+        given = re.findall(r"'arg_(\w+)'", text)
+        if given:
+            names[text.split("'")[0]] = given
+    launched = re.findall(r"(\w+)\.run\(", call)
+    return [kernel_of(names[name]) for name in launched if name in names], call
 
 
 @pytest.mark.parametrize(("source", "graphs"), [("attention", 2), ("attention", 8), ("keys", 2), ("keys", 1)])
 def test_layers_run_kernels_only_and_nothing_is_copied(source, graphs):
     launches, call = code_of(source, graphs)
     assert "ops.ckv" not in call
-    first = {"attention": "QUERY", "keys": "KEY"}[source]
-    launches = ["KEY_NEW" if name == "VALUE_NEW" else name for name in launches]  # both are one tensor here
-    assert launches == ["KEY_NEW", "QUERY", "SHORTLIST", "QUERY", "TOTAL", first, "EDGES", "NEIGHBOR", "PLAN"] * LAYERS
+    own = ["edges"] if (source, graphs) == ("keys", 1) else []
+    assert launches == ["append_kv", "route", "retrieve", *own, "attend", "merge_splits"] * LAYERS + ["plan", "commit"]
     # Copies of one-element state would be the only ones of that size.
     assert not re.search(r"empty_strided_cuda\(\(1, ?\)", call)
+    assert not re.search(r"\.copy_\(|\.clone\(", call)

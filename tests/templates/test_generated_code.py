@@ -21,8 +21,9 @@ from ckv_compile.testing import captured_turns, rewritten
 
 DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
-TEMPLATES = {  # an argument that only this template has
-    "KEY_NEW": "append_kv", "CENTROID": "route", "MEMBER": "retrieve", "TOKENS": "sparse_attention", "TOTAL": "merge_splits",
+TEMPLATES = {  # an argument that this template has and none after it
+    "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "CENTROID": "route", "MEMBER": "retrieve",
+    "VALUE": "sparse_attention", "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
 
@@ -169,6 +170,71 @@ fused length!""",
     )
 
 
+def test_new_tokens_are_assigned_in_all_layers_at_once():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", append="assign")),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length first tally
+sparse_attention 32x4x1 key_0 value_0 n_indexed capacity_0 length first new_key
+merge_splits 8x1x1 capacity_0 new_neighbor new_weight
+append_kv 4x1x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length first tally
+sparse_attention 32x4x1 key_1 value_1 n_indexed capacity_1 length first new_key
+merge_splits 8x1x1 capacity_1 new_neighbor new_weight
+plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight
+fused length!""",
+    )
+
+
+def test_edges_of_scores_come_with_the_attention():
+    assert_expected_inline(
+        launches(*decode_step("static", graph="mixed")),
+        """\
+fused cumulative_length_0 key_0!
+fused cumulative_length_0!
+fused value_0!
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first tally
+sparse_attention 32x4x1 key_0 value_0 n_indexed capacity_0 first new_key
+merge_splits 8x1x1 capacity_0 new_neighbor new_weight
+fused cumulative_length_1!
+fused key_1!
+fused value_1!
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first tally
+sparse_attention 32x4x1 key_1 value_1 n_indexed capacity_1 first new_key
+merge_splits 8x1x1 capacity_1 new_neighbor new_weight
+plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight""",
+    )
+
+
+def test_cosines_over_all_heads_have_a_kernel_of_their_own():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", append="assign", graph_aggregation="layer")),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length first tally
+edges 64x2x1 key_0 n_indexed capacity_0 length first new_key
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 8x1x1 capacity_0 new_neighbor new_weight
+append_kv 4x1x1 length key_1 value_1
+route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length first tally
+edges 64x2x1 key_1 n_indexed capacity_1 length first new_key
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 8x1x1 capacity_1 new_neighbor new_weight
+plan_tokens 2x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length first edge_neighbor edge_weight
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight
+fused length!""",
+    )
+
+
 def test_a_step_of_several_tokens_launches_the_same():
     assert_expected_inline(
         launches(*decode_step("dynamic", SEVERAL)),
@@ -187,10 +253,14 @@ fused length!""",
     )
 
 
-@pytest.mark.parametrize("lengths", [ONE, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [(ONE, {}), (SEVERAL, {}), (ONE, {"append": "assign"}), (ONE, {"graph": "attention"})],
+    ids=["one", "several", "assign", "attention"],
+)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths):
-    _, code = decode_step(cache, lengths)
+def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths, options):
+    _, code = decode_step(cache, lengths, **options)
     call = code[code.index("def call(") :]
     assert "ops.ckv" not in call, "an operator has no kernel"
     assert not re.search(r"\.copy_\(|\.clone\(|\bclone\b", call)
@@ -202,14 +272,16 @@ def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths):
         assert size not in ("(2, 2, 128, 16)", "(2, 2, 48, 16)"), "a copy of K or V"
 
 
+@pytest.mark.parametrize("options", [{}, {"append": "assign"}], ids=["attend", "assign"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_layers_share_their_kernels(cache):
-    _, code = decode_step(cache)
+def test_layers_share_their_kernels(cache, options):
+    _, code = decode_step(cache, **options)
     call = code[code.index("def call(") :]
     templates = re.findall(r"(triton_tem_\w+)\.run\(", call)
     kinds = 5 if cache == "dynamic" else 4  # a static cache is written by the model
-    assert len(templates) == kinds * LAYERS
-    assert len(set(templates)) == kinds
+    once = 2 * len(options)
+    assert len(templates) == kinds * LAYERS + once
+    assert len(set(templates)) == kinds + once
 
 
 @pytest.mark.parametrize(("grouping", "kernels", "left"), [("off", 0, 15), ("inputs", 4, 5), ("all", 9, 0)])
