@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCache, dense_forms, random_slab
+from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCache, dense_forms, is_op, random_slab
 from bench.results_file import write_results
 from bench.timing import capture, copy_ceiling, interleaved, label_contexts, timing
 from ckv_compile.config import CommunityConfig
@@ -164,7 +164,10 @@ class Compiled:
 
 def compile_step(sizes: Sizes, batch: int, score: str, assign: bool, stages: bool, interpret: bool) -> Compiled:
     step = DecodeAttention(sizes.config(score=score, assign=assign), sizes.geometry(), batch)
-    names = [name for name in STAGES if name != "route_retrieve"] if stages else []
+    names = [
+        name for name, operators in STAGES.items()
+        if stages and name != "route_retrieve" and any(is_op(node, *operators) for node in step.gm.graph.nodes)
+    ]  # fmt: skip
     return Compiled(
         step, step.compile(interpret=interpret), {name: step.compile(name, interpret=interpret) for name in names}
     )
@@ -436,7 +439,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             compiled = {}
             for score, assign in variants:
                 progress.update(task, description=f"compiling: batch {batch}, {score}{', assign' if assign else ''}")
-                stages = not assign and score == args.scores[0] and not args.no_stages
+                stages = score == args.scores[0] and not args.no_stages
                 try:
                     compiled[score, assign] = compile_step(sizes, batch, score, assign, stages, args.interpret)
                 except Exception as error:

@@ -86,9 +86,7 @@ def plan_constants(
     }  # fmt: skip
 
 
-def commit_constants(
-    layers: int, batch: int, graphs: int, kv_heads: int, dim: int, entries: int
-) -> dict[str, Any]:
+def commit_constants(layers: int, batch: int, graphs: int, kv_heads: int, dim: int, entries: int) -> dict[str, Any]:
     parts = kv_heads if graphs == 1 else 1
     return {
         "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "BLOCK_G": next_power_of_2(graphs), "KV_HEADS": kv_heads, "PARTS": parts, "D": dim,

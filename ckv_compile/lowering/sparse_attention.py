@@ -13,7 +13,9 @@ from ckv_compile.lowering.template_call import Config, Template, empty, fixed, n
 
 _op = torch.ops.ckv.sparse_attention.default
 
-attend = Template("sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended", "edge_entries")
+attend = Template(
+    "sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended", "edge_entries"
+)
 merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1, 1))
 
 

@@ -80,7 +80,7 @@ def test_an_index_of_random_communities_is_read_as_a_published_one():
 def test_the_small_form_of_sparse_decode_runs_every_arm(restored, tmp_path):
     sparse_decode.main(["--small", "--device", "cpu", "--interpret", "--scores", "max", "--out", str(tmp_path)])
     result = result_of(tmp_path)
-    assert {"ours", "not_ready", "math", "append", "route", "retrieve", "attend"} == {
+    assert {"ours", "not_ready", "math", "append", "route", "retrieve", "attend", "assign"} == {
         row["arm"] for row in result["rows"] if row["kind"] == "speed"
     }
     assert not [row for row in result["rows"] if "error" in row]

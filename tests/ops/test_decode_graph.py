@@ -8,18 +8,18 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.testing import IndexState, nominal_cache, random_cache, random_index
+from ckv_compile.testing import GARBAGE, IndexState, nominal_cache, nominal_state, random_cache, random_index
 
 ckv = torch.ops.ckv
 BATCH, HEADS, KV_HEADS, DIM, LAYERS = 2, 6, 2, 16, 2
 SINKS, WINDOW, BUDGET, KAPPA, SLOTS = 4, 6, 30, 3, 128
 STATE = tuple(IndexState.__dataclass_fields__)
 NOMINAL = 3
-CHAIN = ("route", "retrieve", "sparse_attention", "assign_token")  # each before the next, layer by layer
+CHAIN = ("route", "retrieve", "sparse_attention_edges")  # each before the next, layer by layer
 
 
 def decode(query, key_new, value_new, length, first, caches, **state):
-    """Two layers of append, route, retrieve, attend and assign; then the step is over."""
+    """Two layers of append, route, retrieve and attend, then the new token is assigned in both and the step is over."""
     hidden = query
     s = state
     for layer in range(LAYERS):
@@ -35,32 +35,18 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             s["log_first"], s["num_communities"], s["n_indexed"], s["capacity"], length, first, s["tally"], layer,
             BATCH, KV_HEADS, BUDGET, SINKS, WINDOW, True,
         )  # fmt: skip
-        attended = ckv.sparse_attention(
-            hidden,
-            key,
-            value,
-            tokens,
-            count,
-            s["n_indexed"],
-            s["capacity"],
-            length,
-            first,
-            None,
-            layer,
-            0.3,
-            SINKS,
-            WINDOW,
-        )
-        neighbor, weight = ckv.approximate_edges(
-            hidden, key, tokens, count, s["n_indexed"], s["capacity"], length, first, layer, 0.3, SINKS, WINDOW, KAPPA
-        )
-        ckv.assign_token(
-            neighbor, weight, attended, new, s["centroid"], s["centroid_scale"], s["channel_scale"],
-            s["centroid_mean"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
-            s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"],
-            s["edge_neighbor"], s["edge_weight"], s["gamma"], s["capacity"], length, first, layer, KV_HEADS, SINKS, 0.5,
+        attended = ckv.sparse_attention_edges(
+            hidden, key, value, tokens, count, s["n_indexed"], s["capacity"], length, first, None, s["new_neighbor"],
+            s["new_weight"], s["new_key"], layer, 0.3, SINKS, WINDOW, KAPPA, "attention",
         )  # fmt: skip
         hidden = attended + hidden
+    ckv.assign_tokens(
+        s["new_neighbor"], s["new_weight"], s["new_key"], s["centroid"], s["centroid_scale"], s["channel_scale"],
+        s["centroid_mean"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
+        s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"], s["edge_neighbor"],
+        s["edge_weight"], s["gamma"], s["capacity"], length, first, LAYERS, KV_HEADS, DIM, HEADS, KAPPA, KV_HEADS, SINKS,
+        0.5,
+    )  # fmt: skip
     length.add_(1)
     return hidden
 
@@ -86,6 +72,10 @@ def steps(function, index, caches, length, first, count=3):
     torch.manual_seed(0)
     views = [nominal_cache(cache, NOMINAL) for cache in caches]
     state = {name: index.nominal(name) if name != "capacity" else index.capacity for name in STATE}
+    lists = (LAYERS, BATCH, HEADS, KAPPA)
+    state["new_neighbor"] = nominal_state(torch.full(lists, GARBAGE, dtype=torch.int32))
+    state["new_weight"] = nominal_state(torch.full(lists, torch.nan))
+    state["new_key"] = nominal_state(torch.full((LAYERS, BATCH, KV_HEADS, DIM), torch.nan))
     outputs = []
     for _ in range(count):
         query = torch.randn(BATCH, HEADS, 1, DIM)
@@ -125,13 +115,13 @@ def test_compiled_steps_equal_eager_steps_and_copy_no_buffer(fresh_dynamo, layou
             assert nominal_cache_shape not in shape, line
             assert "((1, )" not in shape, line  # a flat view of state
     calls = re.findall(r"torch\.ops\.ckv\.(\w+)\.default\(", body)
-    assert sorted(calls) == sorted(["append_kv", "approximate_edges", *CHAIN] * LAYERS)
+    assert sorted(calls) == sorted(["append_kv", *CHAIN] * LAYERS + ["assign_tokens"])
+    assert calls[-1] == "assign_tokens"
     at = {name: [i for i, call in enumerate(calls) if call == name] for name in calls}
     for layer in range(LAYERS):
         places = [at[name][layer] for name in CHAIN]
         assert places == sorted(places)
-        assert at["append_kv"][layer] < at["sparse_attention"][layer]
-        assert at["append_kv"][layer] < at["approximate_edges"][layer]
+        assert at["append_kv"][layer] < at["sparse_attention_edges"][layer]
 
 
 def test_one_compiled_graph_serves_every_capacity_and_length(fresh_dynamo):

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.testing import random_index
+from ckv_compile.testing import nominal_state, random_index
 
-assign_token = torch.ops.ckv.assign_token
+assign_tokens = torch.ops.ckv.assign_tokens
 SINKS, LAYER, KAPPA = 4, 1, 5
 MUTATED = (
     "centroid", "centroid_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed",
@@ -31,12 +31,27 @@ def case(heads=2, graphs=2, lists=6, first=(0, 3), n_indexed=(40, 40), communiti
     return neighbor, weight, key_new, index, list(first)
 
 
-def run(neighbor, weight, key_new, index, first, length=40, lam=0.5):
-    assign_token(
-        neighbor, weight, key_new, key_new, *(index.nominal(name) for name in STATE), index.capacity,
-        torch.tensor([length]), torch.tensor(first, dtype=torch.int32), LAYER, index.num_communities.shape[2], SINKS,
-        lam,
+def run(neighbor, weight, key_new, index, first, length=40, lam=0.5, **changes):
+    """The lists belong to ``LAYER``; the other layer is not ready and has none."""
+    new = [
+        torch.stack([torch.full_like(tensor, fill), tensor])
+        for tensor, fill in ((neighbor, -1), (weight, 0), (key_new[:, :, 0], torch.nan))
+    ]
+    kept = index.n_indexed[0].clone(), index.log_first[0].clone()
+    index.n_indexed[0], index.log_first[0] = 0, length + 1  # no slot of the log
+    before = index.clone()
+    sizes = {
+        "num_layers": 2, "num_kv_heads": key_new.shape[1], "head_dim": key_new.shape[3], "num_lists": neighbor.shape[1],
+        "kappa": neighbor.shape[2], "num_graphs": index.num_communities.shape[2], "num_sink_tokens": SINKS,
+    }  # fmt: skip
+    assign_tokens(
+        *map(nominal_state, new), *(index.nominal(name) for name in STATE), index.capacity, torch.tensor([length]),
+        torch.tensor(first, dtype=torch.int32), **{**sizes, "lam": lam, **changes},
     )  # fmt: skip
+    for name in STATE:
+        a, b = getattr(index, name), getattr(before, name)
+        assert torch.equal(a[0].nan_to_num(), b[0].nan_to_num()), f"{name} of the other layer changed"
+    index.n_indexed[0], index.log_first[0] = kept
 
 
 def oracle_graph(neighbor, weight, index, first, row, graph, lam, length=40):
@@ -113,10 +128,21 @@ def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
             assert torch.equal(after.edge_neighbor[LAYER, row, mine, slot], neighbor[row, mine])
             assert torch.equal(after.edge_weight[LAYER, row, mine, slot].nan_to_num(), weight[row, mine].nan_to_num())
         assert after.n_indexed[LAYER, row] == length + 1
-    for name in STATE:
-        a, b = getattr(after, name), getattr(before, name)
-        assert torch.equal(a[0].nan_to_num(), b[0].nan_to_num()), f"{name} of the other layer changed"
     return chosen
+
+
+def test_layers_differ_in_readiness():
+    neighbor, weight, key_new, index, first = case()
+    index.n_indexed[0] = torch.tensor([40, 30])
+    before = index.clone()
+    new = [torch.stack([tensor, tensor]) for tensor in (neighbor, weight, key_new[:, :, 0])]
+    assign_tokens(
+        *map(nominal_state, new), *(index.nominal(name) for name in STATE), index.capacity, torch.tensor([40]),
+        torch.tensor(first, dtype=torch.int32), 2, 2, 5, 6, KAPPA, 2, SINKS, 0.5,
+    )  # fmt: skip
+    assert index.n_indexed.tolist() == [[41, 30], [41, 41]]
+    assert torch.equal(index.size[0, 1], before.size[0, 1])
+    assert index.edge_neighbor[0, 1].ne(before.edge_neighbor[0, 1]).any()
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
@@ -238,10 +264,10 @@ def test_low_precision_centroid_moves_by_one_rounding():
     ("change", "message"),
     [
         ({"lam": 1.5}, "lam must be between 0 and 1, got 1.5"),
-        ({"weight": torch.rand(2, 5, KAPPA)}, "weight must be"),
-        ({"weight": torch.rand(2, 6, KAPPA).half()}, "weight must be float32"),
-        ({"key_new": torch.randn(2, 2, 2, 5)}, r"key_new must be \[2, num_kv_heads, 1, head_dim\]"),
-        ({"key_new": torch.randn(2, 4, 1, 5)}, "num_graphs must be 1 or a multiple of the 4 KV heads, got 2"),
+        ({"weight": torch.rand(2, 6, KAPPA).half()}, "new_weight must be float32"),
+        ({"num_lists": 5}, "num_graphs must divide the 5 lists, got 2"),
+        ({"num_kv_heads": 4}, "num_graphs must be 1 or a multiple of the 4 KV heads, got 2"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
 )
 def test_invalid_argument_is_named(change, message):
@@ -256,10 +282,11 @@ def test_opcheck():
     state = [getattr(index, name) for name in STATE]
     for tensor in state:
         tensor.nan_to_num_()
+    new = [torch.stack([tensor, tensor]) for tensor in (neighbor, weight, key_new[:, :, 0])]
     torch.library.opcheck(
-        assign_token.default,
+        assign_tokens.default,
         (
-            neighbor, weight, key_new, key_new, *state, index.capacity, torch.tensor([40]),
-            torch.tensor(first, dtype=torch.int32), LAYER, 2, SINKS, 0.5,
+            *new, *state, index.capacity, torch.tensor([40]), torch.tensor(first, dtype=torch.int32), 2, 2, 5, 6, KAPPA, 2,
+            SINKS, 0.5,
         ),
     )  # fmt: skip
