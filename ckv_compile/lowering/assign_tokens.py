@@ -81,14 +81,14 @@ def plan_constants(
     block_l, block_k = next_power_of_2(lists // graphs), max(2, next_power_of_2(kappa))
     entries = block_l * block_k
     return {
-        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "LISTS": lists // graphs, "KAPPA": kappa, "BLOCK_L": block_l, "BLOCK_K": block_k,
-        "CHUNK": min(entries, max(8, 4096 // entries)), "SINKS": sinks, "LAM": lam,
+        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "LISTS": lists // graphs, "KAPPA": kappa,
+        "BLOCK_L": block_l, "BLOCK_K": block_k, "CHUNK": min(entries, max(8, 4096 // entries)), "SINKS": sinks, "LAM": lam,
     }  # fmt: skip
 
 
 def commit_constants(layers: int, batch: int, graphs: int, kv_heads: int, dim: int, entries: int) -> dict[str, Any]:
     parts = kv_heads if graphs == 1 else 1
     return {
-        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "BLOCK_G": next_power_of_2(graphs), "KV_HEADS": kv_heads, "PARTS": parts, "D": dim,
-        "BLOCK_D": max(32, next_power_of_2(parts * dim)), "ENTRIES": entries,
+        "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "BLOCK_G": next_power_of_2(graphs), "KV_HEADS": kv_heads,
+        "PARTS": parts, "D": dim, "BLOCK_D": max(32, next_power_of_2(parts * dim)), "ENTRIES": entries,
     }  # fmt: skip

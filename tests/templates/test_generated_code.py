@@ -7,6 +7,7 @@ import ast
 import functools
 import operator
 import re
+import textwrap
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def launches(names: list[str], code: str) -> str:
             lines.append(" ".join([kind, "x".join(arguments[-3:]), *dict.fromkeys(taken)]))
         elif any(name.endswith("!") for name in taken):
             lines.append(" ".join([kind, *dict.fromkeys(taken)]))
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, 118, subsequent_indent="    ") for line in lines)
 
 
 def test_decode_on_a_dynamic_cache():
@@ -176,16 +177,20 @@ def test_new_tokens_are_assigned_in_all_layers_at_once():
         """\
 append_kv 4x1x1 length key_0 value_0
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
-retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length first tally
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
+    first tally
 sparse_attention 32x4x1 key_0 value_0 n_indexed capacity_0 length first new_key
 merge_splits 8x1x1 capacity_0 new_neighbor new_weight
 append_kv 4x1x1 length key_1 value_1
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
-retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length first tally
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
+    first tally
 sparse_attention 32x4x1 key_1 value_1 n_indexed capacity_1 length first new_key
 merge_splits 8x1x1 capacity_1 new_neighbor new_weight
-plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length first edge_neighbor edge_weight
-assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight
+plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed
+    log_first capacity_0 length first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+    stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
     )
 
@@ -198,18 +203,22 @@ fused cumulative_length_0 key_0!
 fused cumulative_length_0!
 fused value_0!
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
-retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first tally
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first
+    tally
 sparse_attention 32x4x1 key_0 value_0 n_indexed capacity_0 first new_key
 merge_splits 8x1x1 capacity_0 new_neighbor new_weight
 fused cumulative_length_1!
 fused key_1!
 fused value_1!
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
-retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first tally
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first
+    tally
 sparse_attention 32x4x1 key_1 value_1 n_indexed capacity_1 first new_key
 merge_splits 8x1x1 capacity_1 new_neighbor new_weight
-plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first edge_neighbor edge_weight
-assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight""",
+plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed
+    log_first capacity_0 first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size
+    num_communities n_indexed log_community label community_weight total_weight""",
     )
 
 
@@ -219,18 +228,22 @@ def test_cosines_over_all_heads_have_a_kernel_of_their_own():
         """\
 append_kv 4x1x1 length key_0 value_0
 route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
-retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length first tally
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
+    first tally
 edges 64x2x1 key_0 n_indexed capacity_0 length first new_key
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1 capacity_0 new_neighbor new_weight
 append_kv 4x1x1 length key_1 value_1
 route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
-retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length first tally
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
+    first tally
 edges 64x2x1 key_1 n_indexed capacity_1 length first new_key
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1 capacity_1 new_neighbor new_weight
-plan_tokens 2x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length first edge_neighbor edge_weight
-assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start stored size num_communities n_indexed log_community label community_weight total_weight
+plan_tokens 2x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed
+    log_first capacity_0 length first edge_neighbor edge_weight
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+    stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
     )
 

@@ -1,4 +1,4 @@
-"""Kernels of ``ckv::sparse_attention_edges`` against the operator in float64, on caches that are NaN outside of what is read."""
+"""Kernels of ``ckv::sparse_attention_edges`` against the operator in float64; caches are NaN outside of what is read."""
 
 import pytest
 import torch
