@@ -1,9 +1,9 @@
 """Models with random weights, and the strongest dense decode step of one that torch's own kernels make.
 
 The dense step is the same transformers model under Inductor, in one CUDA graph, with this package's kernel for the linear
-layers, so that it differs from the sparse step in its attention only (and is faster than with cuBLAS). Its cache holds K and V of exactly the
-context, contiguous per layer; a step writes the last position in place and attends to all of it through cuDNN, without
-a mask. The length is a symbol of the compiled graph, so that one compilation serves every context.
+layers, so that it differs from the sparse step in its attention only (and is faster than with cuBLAS). Its cache holds K
+and V of exactly the context, contiguous per layer; a step writes the last position in place and attends to all of it
+through cuDNN, without a mask. The length is a symbol of the compiled graph, so that one compilation serves every context.
 """
 
 from __future__ import annotations
