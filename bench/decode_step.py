@@ -10,7 +10,8 @@
 Real configurations, random weights made on the device, batch 1, bfloat16.
 
 Steps (``dense``, ``ours``) are bare replays of one CUDA graph each, in turns. ``dense``: the same transformers model
-under Inductor, K and V contiguous and of exactly the context, cuDNN attention without a mask (bench/dense_step.py).
+under Inductor with our linear layers, K and V contiguous and of exactly the context, cuDNN attention without a mask
+(bench/dense_step.py).
 ``ours``: the graph that ``generate`` runs through the backend, over a cache of random K and V in the backend's own slab
 with random communities (bench/decode_layer.py), the last ``--tail`` tokens not indexed. Both arms read the same memory.
 ``nonattention`` is the same replay with a context of 16 tokens.

@@ -1,16 +1,19 @@
 """Models with random weights, and the strongest dense decode step of one that torch's own kernels make.
 
-The dense step is the same transformers model under Inductor, in one CUDA graph. Its cache holds K and V of exactly the
-context, contiguous per layer; a step writes the last position in place and attends to all of it through cuDNN, without
-a mask. The length is a symbol of the compiled graph, so that one compilation serves every context.
+The dense step is the same transformers model under Inductor, in one CUDA graph, with this package's kernel for the linear
+layers, so that it differs from the sparse step in its attention only (and is faster than with cuBLAS). Its cache holds K
+and V of exactly the context, contiguous per layer; a step writes the last position in place and attends to all of it
+through cuDNN, without a mask. The length is a symbol of the compiled graph, so that one compilation serves every context.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bench.decode_layer import dense_forms
 from bench.timing import capture, time_calls
+from ckv_compile.passes import graph_edit
+from ckv_compile.passes.group_projections import group_projections
 
 ATTENTION = "bench_dense"
 
@@ -114,6 +119,17 @@ class FixedLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+def grouped_inductor(gm: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Callable:
+    """Inductor with this package's kernel for the linear layers: what is not attention is the same in both arms."""
+    from torch._inductor.compile_fx import compile_fx
+
+    if inputs and any(isinstance(value, Tensor) and value.device.type == "cuda" for value in inputs):
+        importlib.import_module("ckv_compile.lowering")  # registers the kernel
+        gm = graph_edit.copy_graph(gm)
+        group_projections(gm, "all")
+    return compile_fx(gm, inputs)
+
+
 class DenseStep:
     """Decode steps of a model that shares the given model's weights, at any context."""
 
@@ -131,9 +147,11 @@ class DenseStep:
             for name in list(module._buffers):
                 module._buffers[name] = buffers[f"{path}.{name}".lstrip(".")]
         self.model, self.device, self.dynamic = twin.eval(), model.device, dynamic
-        self.step = (
-            torch.compile(self.model, fullgraph=True, dynamic=None if dynamic else False) if compiled else self.model
-        )
+        self.step = self.model
+        if compiled:
+            self.step = torch.compile(
+                self.model, fullgraph=True, dynamic=None if dynamic else False, backend=grouped_inductor
+            )
         self.token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
 
     @torch.no_grad()

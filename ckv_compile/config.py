@@ -69,7 +69,7 @@ class CommunityConfig:
     seed: int = 0
     cuda_graphs: bool = True
     deferred_stop: bool = True
-    group_projections: Grouping = "off"  # linears of one input in one kernel, or every linear of few rows (CUDA)
+    group_projections: Grouping = "all"  # linears of few rows and one input in one kernel (CUDA)
     deterministic: bool = False
     strict: bool = False
 

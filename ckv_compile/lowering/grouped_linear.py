@@ -32,15 +32,15 @@ def configs(rows: int, channels: int, dtype: torch.dtype) -> list[Config]:
         tuned = [
             (block, lane * 32 * warps, stages, unroll, warps)
             for block, warps, stages, unroll in (
-                (4, 4, 1, 1), (4, 4, 1, 2), (8, 4, 1, 1), (2, 4, 1, 2), (4, 2, 1, 2), (4, 8, 1, 1), (8, 2, 1, 1),
-                (4, 4, 3, 1), (8, 2, 3, 1), (4, 1, 1, 4),
+                (2, 4, 1, 2), (8, 2, 3, 1), (4, 4, 3, 1), (4, 4, 1, 1), (4, 4, 1, 2), (8, 4, 1, 1), (4, 2, 1, 2),
+                (4, 8, 1, 1), (8, 2, 1, 1), (4, 1, 1, 4),
             )
         ]  # fmt: skip
     else:
         tuned = [
             (block, wide // dtype.itemsize, stages, 1, warps)
             for block, wide, stages, warps in (
-                (16, 512, 4, 4), (16, 512, 4, 2), (16, 256, 6, 2), (32, 256, 5, 4), (32, 512, 4, 4), (16, 1024, 3, 4),
+                (16, 512, 4, 2), (32, 512, 4, 4), (16, 256, 6, 2), (32, 256, 5, 4), (16, 512, 4, 4), (16, 1024, 3, 4),
             )
         ]  # fmt: skip
     return [

@@ -103,6 +103,7 @@ def test_a_mask_that_changes_raises(model):
         run()
 
 
+@pytest.mark.timeout(600)  # autotuning compiles dozens of kernels
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes_are_honoured(model, mode):
     inputs = {name: tensor.cuda() for name, tensor in prompt(tokens=40).items()}
