@@ -299,7 +299,7 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     if edges is not None:
         constants |= edge_lowering.edge_merge_constants(edges.keys, edges.kappa, *edges.entries.shape[1:3])
         tensors |= {"ENTRIES": edges.entries, "NEW_NEIGHBOR": edges.new_neighbor, "NEW_WEIGHT": edges.new_weight}
-    merged = RenderedKernel("merge_splits", [], {**constants, "num_warps": 4, "num_stages": 1})
+    merged = RenderedKernel("merge_splits", [], {**constants, **lowering.merge_configs(constants)[0]})
     merged((batch * heads * queries, 1, 1), tensors, out)
     return out
 

@@ -40,7 +40,7 @@ def configs(rows: int, channels: int, dtype: torch.dtype) -> list[Config]:
         tuned = [
             (block, wide // dtype.itemsize, stages, 1, warps)
             for block, wide, stages, warps in (
-                (16, 512, 4, 2), (32, 512, 4, 4), (16, 256, 6, 2), (32, 256, 5, 4), (16, 512, 4, 4), (16, 1024, 3, 4),
+                (32, 512, 4, 4), (16, 512, 4, 2), (16, 256, 6, 2), (32, 256, 5, 4), (16, 512, 4, 4), (16, 1024, 3, 4),
             )
         ]  # fmt: skip
     return [

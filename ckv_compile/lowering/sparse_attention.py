@@ -20,7 +20,7 @@ merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1,
 
 
 def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[Config]:
-    """Blocks of 64 keys; fewer where their bytes would not fit the registers, of which exact products need more.
+    """Blocks of 64 keys of the tail, half as many of a list, of which most programs then have two; fewer where their bytes would not fit the registers, of which exact products need more.
 
     Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
     Programs that keep edges (0: none) read a block of at least as many keys. They have half the SPLITS and twice the
@@ -29,7 +29,7 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     if kept:
         block = max(kept, 16 if dtype.itemsize == 4 else keys_per_block(dtype, dim))
         return [
-            {"BLOCK_N": block, "LIST_STAGES": lists, "TAIL_STAGES": 2, "num_warps": warps, "num_stages": 2}
+            {"BLOCK_N": block, "LIST_N": block, "LIST_STAGES": lists, "TAIL_STAGES": 2, "num_warps": warps, "num_stages": 2}
             for lists, warps in ((2, 8), (1, 8), (3, 8), (2, 4))
         ]
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
@@ -39,12 +39,13 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     return [
         {
             "BLOCK_N": block,
+            "LIST_N": max(16, block // parts),
             "LIST_STAGES": lists,
             "TAIL_STAGES": tail,
             "num_warps": max(least, warps),
             "num_stages": tail,
         }
-        for lists, tail, warps in ((1, 2, 4), (2, 2, 4), (1, 3, 4), (1, 2, 8))
+        for parts, lists, tail, warps in ((2, 2, 2, 4), (1, 1, 2, 4), (1, 2, 3, 4), (1, 1, 2, 8))
     ]
 
 
@@ -98,7 +99,7 @@ def lower_attention(
         written = fixed(edges.new_neighbor, edges.new_weight)
         inputs += [*fixed(entries, others[3]), *written]
     out = ([batch, heads, queries, value_dim], query.get_dtype())
-    return merge(inputs, out, written, merges, [{"num_warps": 4, "num_stages": 1}])
+    return merge(inputs, out, written, merges, merge_configs(merges))
 
 
 def attend_constants(
@@ -129,6 +130,11 @@ def attend_constants(
         "SINKS": sinks,
         "WINDOW": window,
     }
+
+
+def merge_configs(merges: dict[str, Any]) -> list[Config]:
+    """Two warps hold all splits of a head of 128 channels."""
+    return [{"num_warps": max(2, merges["BLOCK_S"] * merges["BLOCK_DV"] // 4096), "num_stages": 1}]
 
 
 def merge_constants(

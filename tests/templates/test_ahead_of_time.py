@@ -70,7 +70,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
     from ckv_compile.rendered import RenderedKernel
 
-    kernel = RenderedKernel(name, helpers, constants)
+    kernel = RenderedKernel(name, helpers, {"PDL": architecture >= 90, **constants})
     tensors, names = {*kernel.arguments, "OUT"}, kernel.names()
     types = {n: "*" + (dtype if n in OF_THE_CACHE | OF_THE_MODEL else POINTERS.get(n, "i32")) for n in kernel.arguments}
     types["OUT"] = "*" + output
@@ -121,7 +121,7 @@ def kernels():
         rows = constants["BLOCK_H"] if queries > 1 else 0
         constants |= sparse_attention.configs(torch_dtype, dim, rows, constants.get("KEPT", 0))[0]
         yield label, "sparse_attention", ["attended", "edge_entries"], constants, "fp32", dtype
-        yield label, "merge_splits", [], {**merges, "num_warps": 4, "num_stages": 1}, dtype, dtype
+        yield label, "merge_splits", [], merges | sparse_attention.merge_configs(merges)[0], dtype, dtype
 
     def listed(slots, has_log):
         constants = retrieve.constants_of(1, 8, 4096, 10, 64, has_log, slots) | retrieve.configs(slots)[0]

@@ -11,7 +11,7 @@ from ckv_compile import rendered
 from ckv_compile.testing import GARBAGE, attended_positions, random_cache
 
 SINKS, WINDOW, LAYER, SCALE = 4, 6, 1, 0.3
-SMALL = {"SPLITS": 4, "BLOCK_N": 16}
+SMALL = {"SPLITS": 4, "BLOCK_N": 16, "LIST_N": 16}
 
 
 class Case:
@@ -152,7 +152,7 @@ def test_lists_around_the_size_of_blocks_and_splits(device, listed):
 def test_any_number_of_splits_and_blocks(device, splits):
     case = Case(device, first=(0,), n_indexed=(90,))
     case.check(SPLITS=splits)
-    case.check(SPLITS=splits, BLOCK_N=32)
+    case.check(SPLITS=splits, BLOCK_N=32, LIST_N=32)
 
 
 def test_entries_beyond_count_and_outside_of_the_context_are_ignored(device):
@@ -180,7 +180,7 @@ def test_large_and_equal_scores(device):
 
 def test_default_configuration(device):
     case = Case(device, (4, 1), 1, first=(3,), n_indexed=(200,), length=260, dim=128, listed=120)
-    case.check(SPLITS=64, BLOCK_N=32)
+    case.check(SPLITS=64, BLOCK_N=32, LIST_N=32)
 
 
 def test_equal_inputs_give_equal_bits(device):
