@@ -41,6 +41,7 @@ from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCac
 from bench.results_file import write_results
 from bench.timing import capture, copy_ceiling, interleaved, label_contexts, timing
 from ckv_compile.config import CommunityConfig
+from ckv_compile.index_layout import shortlist_slots
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
 from ckv_compile.reference.sparse_attention import sparse_attention
 
@@ -162,8 +163,8 @@ class Compiled:
     stages: dict[str, CompiledStage]
 
 
-def compile_step(sizes: Sizes, batch: int, score: str, assign: bool, stages: bool, interpret: bool) -> Compiled:
-    step = DecodeAttention(sizes.config(score=score, assign=assign), sizes.geometry(), batch)
+def compile_step(config: CommunityConfig, sizes: Sizes, batch: int, stages: bool, interpret: bool) -> Compiled:
+    step = DecodeAttention(config, sizes.geometry(), batch)
     names = [
         name for name, operators in STAGES.items()
         if stages and name != "route_retrieve" and any(is_op(node, *operators) for node in step.gm.graph.nodes)
@@ -441,7 +442,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 progress.update(task, description=f"compiling: batch {batch}, {score}{', assign' if assign else ''}")
                 stages = score == args.scores[0] and not args.no_stages
                 try:
-                    compiled[score, assign] = compile_step(sizes, batch, score, assign, stages, args.interpret)
+                    for mean_size in args.mean_sizes:
+                        config = sizes.config(mean_size, score, assign)
+                        key = score, assign, shortlist_slots(config)  # mean sizes that compile alike share a step
+                        if key not in compiled:
+                            compiled[key] = compile_step(config, sizes, batch, stages, args.interpret)
                 except Exception as error:
                     console.print(f"[red]compilation failed[/red]: {error}")
                     rows.append({
@@ -451,12 +456,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     traceback.print_exc()
             for context in (context for context, of in args.cells if of == batch):
                 slab = random_slab(sizes.geometry(), batch, context + SLACK)
-                for (score, assign), mean_size in itertools.product(compiled, args.mean_sizes):
+                for (score, assign), mean_size in itertools.product(variants, args.mean_sizes):
                     cell = {
                         "context": context, "batch": batch, "mean_size": mean_size, "score": score, "assign": assign,
                     }  # fmt: skip
                     progress.update(task, description=f"{context} x {batch}")
-                    rows += measure(sizes, compiled[score, assign], slab, cell, args, args.ceiling, console)
+                    key = score, assign, shortlist_slots(sizes.config(mean_size, score, assign))
+                    if key in compiled:
+                        rows += measure(sizes, compiled[key], slab, cell, args, args.ceiling, console)
                     progress.advance(task)
                 previous, path = path, write()  # after every cell, so that a run that is stopped leaves what it has
                 if previous:

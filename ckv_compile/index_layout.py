@@ -54,9 +54,11 @@ def assigns_tokens(config: CommunityConfig) -> bool:
 
 
 def shortlist_slots(config: CommunityConfig) -> int:
-    """Communities that ``route`` lists for ``retrieve``: at least four times what fills the budget, 16 to 64 a part."""
-    wanted = 4 * config.budget // config.mean_size
-    return PROGRAMS * next((part for part in (16, 32) if part * PROGRAMS >= wanted), 64)
+    """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 32 or 64 a part.
+
+    If more of a part than that are among the best, ``retrieve`` has to look at all scores, many times slower.
+    """
+    return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:

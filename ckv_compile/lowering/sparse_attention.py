@@ -20,22 +20,21 @@ merge = Template("merge_splits", lambda meta: (meta["BATCH"] * meta["HEADS"], 1,
 
 
 def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[Config]:
-    """Blocks of 64 keys of the tail, half as many of a list, of which most programs then have two; fewer where their bytes would not fit the registers, of which exact products need more.
+    """Blocks of 64 keys of the tail, half as many of a list, of which most programs then have two.
 
-    Several queries per head make many ``rows`` (0: one query): they get more warps, for each has its sums in registers.
-    Programs that keep edges (0: none) read a block of at least as many keys. They have half the SPLITS and twice the
-    warps: more of their state is in registers, and this way all still fit the device at once.
+    Fewer where their bytes would not fit the registers, of which exact products need more. Several queries per head make
+    many ``rows`` (0: one query): they get more warps, for each has its sums in registers. Programs that keep edges (0:
+    none) read blocks of at least as many keys; they have half the SPLITS and twice the warps, so that all still fit the
+    device at once.
     """
-    if kept:
-        block = max(kept, 16 if dtype.itemsize == 4 else keys_per_block(dtype, dim))
-        return [
-            {"BLOCK_N": block, "LIST_N": block, "LIST_STAGES": lists, "TAIL_STAGES": 2, "num_warps": warps, "num_stages": 2}
-            for lists, warps in ((2, 8), (1, 8), (3, 8), (2, 4))
-        ]
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
     block = keys_per_block(dtype, dim)
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
+    shapes = ((2, 1, 2, 4), (2, 2, 2, 4), (1, 1, 2, 4), (1, 2, 3, 4), (1, 1, 2, 8))
+    if kept:
+        block = max(kept, 16 if dtype.itemsize == 4 else block)
+        shapes = ((1, 2, 2, 8), (1, 1, 2, 8), (1, 3, 2, 8), (1, 2, 2, 4))
     return [
         {
             "BLOCK_N": block,
@@ -45,7 +44,7 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
             "num_warps": max(least, warps),
             "num_stages": tail,
         }
-        for parts, lists, tail, warps in ((2, 2, 2, 4), (1, 1, 2, 4), (1, 2, 3, 4), (1, 1, 2, 8))
+        for parts, lists, tail, warps in shapes
     ]
 
 

@@ -74,7 +74,7 @@ ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -102,7 +102,7 @@ ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
@@ -130,7 +130,7 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -154,7 +154,7 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     float32 [1]; ckv_new_key float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
@@ -327,7 +327,7 @@ ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False, num_new=4)
@@ -351,7 +351,7 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max',
-    position.narrow(0, 0, 1), slots=1024) -> [0] -> retrieve, [1] -> retrieve
+    position.narrow(0, 0, 1), slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position.narrow(0, 0, 1), ckv_first,
     ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False,

@@ -68,7 +68,16 @@ def both(case, kappa, source, sink_logits=None, **tuned):
     given = [tensor.to(DEVICE) for tensor in (query, key, value, tokens, count, state, CAPACITY, length, first)]
     logits = None if sink_logits is None else sink_logits.to(DEVICE)
     got = rendered.sparse_attention_edges(
-        *given, logits, *found, LAYER, SCALE, SINKS, WINDOW, kappa, source, **{"BLOCK_N": max(16, kappa), "LIST_N": max(16, kappa), **tuned}
+        *given,
+        logits,
+        *found,
+        LAYER,
+        SCALE,
+        SINKS,
+        WINDOW,
+        kappa,
+        source,
+        **{"BLOCK_N": max(16, kappa), "LIST_N": max(16, kappa), **tuned},
     )
     for tensor, poison in zip(found, new_state(case, kappa, source, key.dtype), strict=True):
         assert torch.equal(tensor[0].cpu().nan_to_num(7), poison[0].nan_to_num(7)), "the other layer changed"
