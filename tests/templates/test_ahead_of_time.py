@@ -96,7 +96,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
     return {"registers": registers, "spilled": spilled, "shared": result.metadata.shared}
 
 
-def kernels():
+def kernels(architecture):
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
     from ckv_compile.lowering import append_kv, assign_tokens, edges, grouped_linear, retrieve, route, sparse_attention
 
@@ -142,7 +142,7 @@ def kernels():
     def projected(rows, sizes, channels, dtype, biased=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         constants = grouped_linear.constants_of(rows, channels, sizes, [biased] * len(sizes))
-        constants |= grouped_linear.configs(rows, channels, torch_dtype)[0]
+        constants |= grouped_linear.configs(rows, channels, torch_dtype, architecture // 10)[0]
         yield f"M={rows} N={sizes} K={channels} {dtype}", "grouped_linear", [], constants, dtype, dtype
 
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
@@ -177,5 +177,5 @@ def kernels():
 
 
 if __name__ == "__main__":
-    for label, name, *rest in kernels():
+    for label, name, *rest in kernels(int(sys.argv[1])):
         print(json.dumps({"kernel": name, "case": label, **compiled(int(sys.argv[1]), name, *rest)}), flush=True)
