@@ -51,7 +51,7 @@ class CommunityConfig:
     max_community_size: int = 64
     score: Score = "max"
     prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
-    centroid_budget: int = 0
+    centroid_budget: int = 0  # communities that enter attention by their means (paper, table 6: 0 is best)
     policy: Policy = "communities"  # the others are controls for comparison
 
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
@@ -98,10 +98,11 @@ class CommunityConfig:
         self._default("min_context", self.budget, 0)
         self._default("workers", max(1, (os.cpu_count() or 2) - 1), 0)
 
-        needed = self.num_sink_tokens + self.recent_window + 1
+        needed = self.num_sink_tokens + self.recent_window + 1 + self.centroid_budget
         if self.budget < needed:
+            reserved = " + centroid_budget" if self.centroid_budget else ""
             raise ValueError(
-                f"options['budget'] must be at least num_sink_tokens + recent_window + 1 ({needed}), "
+                f"options['budget'] must be at least num_sink_tokens + recent_window + 1{reserved} ({needed}), "
                 f"got {self.budget}; raise options['budget']"
             )
         if self.append_block > self.block_size:
@@ -112,11 +113,6 @@ class CommunityConfig:
             raise ValueError(
                 f"options['graph_aggregation'] = 'head' needs graph='attention', got graph={self.graph!r}: "
                 "keys are shared by the query heads of a group, so their graph is too"
-            )
-        if self.centroid_budget:
-            raise ValueError(
-                f"options['centroid_budget'] must be 0, got {self.centroid_budget}: attending centroids as summaries "
-                "of communities that were not retrieved is not supported"
             )
 
     def _integer(self, name: str, least: int) -> None:

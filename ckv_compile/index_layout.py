@@ -46,6 +46,9 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
     "new_weight": torch.float32,
     "new_key": None,
 }
+# further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
+SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
+ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
 
 
 def assigns_tokens(config: CommunityConfig) -> bool:
@@ -62,7 +65,13 @@ def shortlist_slots(config: CommunityConfig) -> int:
 
 
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    kinds = {**INDEX_STATE, **(ASSIGN_STATE if assigns_tokens(config) else {})}
+    assigns, summarizes = assigns_tokens(config), config.centroid_budget > 0
+    kinds = {
+        **INDEX_STATE,
+        **(ASSIGN_STATE if assigns else {}),
+        **(SUMMARY_STATE if summarizes else {}),
+        **(ASSIGN_SUMMARY_STATE if assigns and summarizes else {}),
+    }
     return {name: kind or dtype for name, kind in kinds.items()}
 
 
@@ -112,6 +121,7 @@ class IndexShape:
             "gamma": per_graph,
             "centroid": (*per_graph, self.communities, self.centroid_dim),
             "centroid_mean": (*per_graph, self.communities, self.centroid_dim),
+            "mean_value": (*per_graph, self.communities, self.centroid_dim),  # values are as wide as keys
             "centroid_scale": (*per_graph, self.communities),
             "channel_scale": (*per_graph, self.centroid_dim),
             "start": (*per_graph, self.communities),
@@ -126,6 +136,7 @@ class IndexShape:
             "new_neighbor": (*per_row, self.lists, self.kappa),
             "new_weight": (*per_row, self.lists, self.kappa),
             "new_key": (*per_row, self.kv_heads, self.head_dim),
+            "new_value": (*per_row, self.kv_heads, self.head_dim),
             "scores": (self.batch, self.graphs, self.communities),
             "tally": (self.layers, 2),
         }[name]

@@ -388,8 +388,10 @@ class RewrittenCache:
             heads, dim = size.num_kv_heads, size.head_dim
             self.slab = KVSlab(size.num_layers, batch, heads, dim, capacity, size.dtype, size.device)
             self.slab.buffer.fill_(torch.nan)
-        keys = None if self.slab is None else self.slab.layer_keys
-        self.sequence = Sequence(config, size, batch, capacity, keys, ResolutionMemory())
+        keys = values = None
+        if self.slab is not None:
+            keys, values = self.slab.layer_keys, self.slab.layer_values
+        self.sequence = Sequence(config, size, batch, capacity, keys, ResolutionMemory(), values)
         self.sequence.restart(first)
 
     def fill(self, past: list[Tensor]) -> None:
@@ -407,6 +409,7 @@ class RewrittenCache:
         prefill = plan.phase == "prefill"
         if plan.static_keys and not plan.static_in_outputs:
             sequence.keys = lambda layer: inputs[plan.static_keys[layer]]
+            sequence.values = lambda layer: inputs[plan.static_values[layer]]
         sequence.publish()
         state = dict(sequence.index.nominal)
         state["first"] = sequence.first_host if prefill else sequence.first_device

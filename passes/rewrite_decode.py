@@ -27,6 +27,7 @@ ASSIGNED = (
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
+SUMMARIZED = ("centroid", "centroid_scale", "channel_scale", "size", "mean_value")  # what a community's means are read from
 
 
 def rewrite_decode(
@@ -89,6 +90,7 @@ def rewrite_decode(
         kv_outputs=kv_outputs,
         padding=None if sites[0].padding is None else inputs.index(sites[0].padding),
         static_keys=[inputs.index(site.key_cache) for site in sites] if cache is Cache.STATIC else [],
+        static_values=[inputs.index(site.value_cache) for site in sites] if cache is Cache.STATIC else [],
         mask=None if sites[0].mask is None else inputs.index(sites[0].mask),
         static_length=static_length,
         static_capacity=capacity,
@@ -142,7 +144,7 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
     sinks, window = config.num_sink_tokens, config.recent_window
     score = {"communities": config.score, "streaming": "recency", "random": "random"}[config.policy]
     batch = site.query.meta["example_value"].shape[0]
-    capacity = state[f"capacity_{layer}"]
+    capacity, reserved = state[f"capacity_{layer}"], config.centroid_budget
     new: list[fx.Node] = []
     with graph.inserting_before(site.node):
         call = graph.call_function
@@ -188,21 +190,34 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
                 sinks,
                 window,
                 assigns_tokens(config),
-                *((queries,) if queries > 1 else ()),
+                *((queries, reserved) if reserved else (queries,) if queries > 1 else ()),
             ),
         )
         tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
+        new += [routed, shortlist, left_out, retrieved, tokens, count]
+        means: tuple = ()
+        if reserved:
+            read = [state[name] for name in ("scores", "size", "num_communities", "n_indexed")]
+            summaries = call(
+                ckv.select_summaries.default,
+                (*read, capacity, length, state["first"], state["tally"], layer, batch, graphs, config.budget, reserved,
+                 sinks, window),
+            )  # fmt: skip
+            new.append(summaries)
+            means = (summaries, *(state[name] for name in SUMMARIZED))
         attended = (tokens, count, state["n_indexed"], capacity, length, state["first"])
         attention = (site.query, key, value, *attended, site.sink_logits)
         sizes = (layer, site.scale, sinks, window)
         if assigns_tokens(config):
             edges = [state[name] for name in NEW_EDGES]
             source = "keys" if config.graph == "keys" else "attention"
-            arguments = (*attention, *edges, *sizes, config.kappa, source)
+            if reserved:
+                means = (*means, state["new_value"])
+            arguments = (*attention, *edges, *sizes, config.kappa, source, *means)
             out = call(ckv.sparse_attention_edges.default, arguments)
         else:
-            out = call(ckv.sparse_attention.default, (*attention, *sizes))
-        new += [routed, shortlist, left_out, retrieved, tokens, count, out]
+            out = call(ckv.sparse_attention.default, (*attention, *sizes, *means))
+        new.append(out)
     graph_edit.set_example_values(graph, new)
     graph_edit.take_place(out, site.node)
 
@@ -216,7 +231,8 @@ def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Nod
     sizes = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, lists, config.kappa, graphs)
     read = (*(state[name] for name in (*NEW_EDGES, *ASSIGNED)), state["capacity_0"], length, state["first"])
     with graph.inserting_before(graph_edit.output_node(graph)):
-        arguments = (*read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam)
+        values = (state["new_value"], state["mean_value"]) if config.centroid_budget else ()
+        arguments = (*read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam, *values)
         assigned = graph.call_function(ckv.assign_tokens.default, arguments)
     graph_edit.set_example_values(graph, [assigned])
 

@@ -45,7 +45,8 @@ class RewritePlan:
 
     ``past``, ``keep``, ``padding`` and ``mask`` index dynamo's inputs, ``kv_outputs`` and ``kept_outputs`` its outputs.
     ``state`` names the inputs that follow the kept ones: ``key_0, value_0, ...`` (dynamic caches), then index state.
-    ``static_keys`` are inputs (decode, later prefill) or, with ``static_in_outputs``, outputs (first prefill).
+    ``static_keys`` are inputs (decode, later prefill) or, with ``static_in_outputs``, outputs (first prefill);
+    ``static_values`` are inputs of decode graphs.
     """
 
     phase: str  # "prefill" | "decode"
@@ -62,6 +63,7 @@ class RewritePlan:
     padding: int | None = None
     mask: int | None = None
     static_keys: list[int] = dataclasses.field(default_factory=list)
+    static_values: list[int] = dataclasses.field(default_factory=list)
     static_in_outputs: bool = False
     static_length: int | None = None  # input that holds the number of cached tokens
     static_capacity: Callable[[list], int] | None = None

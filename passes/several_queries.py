@@ -58,6 +58,8 @@ def _known(size: int | torch.SymInt) -> int | None:
 def _why_exact(site: AttentionSite, config: CommunityConfig, queries: int) -> str | None:
     if assigns_tokens(config):
         return "several new tokens at a time are not assigned to communities"
+    if config.centroid_budget:
+        return "several new tokens at a time do not attend to means of communities (centroid_budget)"
     rows = queries * (site.num_query_heads // site.num_kv_heads)
     if rows > MAX_ROWS:
         return f"{queries} new tokens of the query heads of a KV head are {rows} rows; supported are {MAX_ROWS}"

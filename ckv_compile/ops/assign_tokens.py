@@ -25,6 +25,8 @@ def _check(
     num_graphs: int,
     num_sink_tokens: int,
     lam: float,
+    new_value: Tensor | None,
+    mean_value: Tensor | None,
 ) -> None:
     require(new_neighbor.dtype == torch.int32, "new_neighbor", "be int32", new_neighbor.dtype)
     require(new_weight.dtype == torch.float32, "new_weight", "be float32", new_weight.dtype)
@@ -47,6 +49,11 @@ def _check(
         num_graphs,
     )
     require_at_least("num_sink_tokens", num_sink_tokens, 0)
+    require(
+        (mean_value is None) == (new_value is None), "mean_value", "be given exactly where new_value is", mean_value
+    )
+    if new_value is not None and mean_value is not None:
+        require(mean_value.dtype == new_value.dtype, "mean_value", f"be {new_value.dtype}", mean_value.dtype)
     require(0.0 <= lam <= 1.0, "lam", "be between 0 and 1", lam)
 
 
@@ -82,11 +89,13 @@ def _assign_tokens(
     num_graphs: int,
     num_sink_tokens: int,
     lam: float,
+    new_value: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> None:
     from ckv_compile.reference.assign_tokens import assign_tokens
 
     sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value)
     assign_tokens(
         new_neighbor,
         new_weight,
@@ -113,6 +122,8 @@ def _assign_tokens(
         first,
         *sizes,
         lam,
+        new_value,
+        mean_value,
     )
 
 
@@ -148,9 +159,11 @@ def _assign_tokens_fake(
     num_graphs: int,
     num_sink_tokens: int,
     lam: float,
+    new_value: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> None:
     sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value)
 
 
 register_op(
@@ -160,7 +173,7 @@ register_op(
     "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
     "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "
     "Tensor length, Tensor first, int num_layers, int num_kv_heads, int head_dim, int num_lists, int kappa, "
-    "int num_graphs, int num_sink_tokens, float lam) -> ()",
+    "int num_graphs, int num_sink_tokens, float lam, Tensor? new_value=None, Tensor(o!)? mean_value=None) -> ()",
     _assign_tokens,
     _assign_tokens_fake,
 )

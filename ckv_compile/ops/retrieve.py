@@ -18,6 +18,7 @@ def _check(
     num_sink_tokens: int,
     recent_window: int,
     num_new: int,
+    reserved: int,
 ) -> None:
     require(scores.dtype == torch.float32, "scores", "be float32", scores.dtype)
     require_length(length)
@@ -27,6 +28,7 @@ def _check(
     require_at_least("num_sink_tokens", num_sink_tokens, 0)
     require_at_least("recent_window", recent_window, 1)
     require_at_least("num_new", num_new, 1)
+    require_at_least("reserved", reserved, 0)
 
 
 def _retrieve(
@@ -53,10 +55,11 @@ def _retrieve(
     recent_window: int,
     has_log: bool,
     num_new: int = 1,
+    reserved: int = 0,
 ) -> tuple[Tensor, Tensor]:
     from ckv_compile.reference.retrieve import retrieve
 
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new)
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new, reserved)
     return retrieve(
         shortlist,
         left_out,
@@ -81,6 +84,7 @@ def _retrieve(
         recent_window,
         has_log,
         num_new,
+        reserved,
     )
 
 
@@ -108,8 +112,9 @@ def _retrieve_fake(
     recent_window: int,
     has_log: bool,
     num_new: int = 1,
+    reserved: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new)
+    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new, reserved)
     return (
         scores.new_empty((batch, num_graphs, budget), dtype=torch.int32),
         scores.new_empty((batch, num_graphs), dtype=torch.int32),
@@ -120,7 +125,7 @@ register_op(
     "retrieve(Tensor shortlist, Tensor left_out, Tensor scores, Tensor start, Tensor stored, Tensor size, "
     "Tensor member, Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, "
     "Tensor capacity, Tensor length, Tensor first, Tensor(a!) tally, int layer, SymInt batch, int num_graphs, "
-    "int budget, int num_sink_tokens, int recent_window, bool has_log, int num_new=1) -> (Tensor, Tensor)",
+    "int budget, int num_sink_tokens, int recent_window, bool has_log, int num_new=1, int reserved=0) -> (Tensor, Tensor)",
     _retrieve,
     _retrieve_fake,
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ckv_compile.ops.library import (
     register_op,
+    require,
     require_at_least,
     require_cache,
     require_first,
     require_length,
+    require_one_query,
     require_sink_logits,
     require_tokens,
 )
@@ -36,6 +39,40 @@ def check_attention(
     require_at_least("recent_window", recent_window, 1)
 
 
+def check_summaries(
+    query: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    summaries: Tensor | None,
+    centroid: Tensor | None,
+    centroid_scale: Tensor | None,
+    channel_scale: Tensor | None,
+    size: Tensor | None,
+    mean_value: Tensor | None,
+) -> None:
+    """summaries int32 [B, G, b] like tokens, of one query per row; then everything that describes them is given."""
+    needed = {
+        "centroid": centroid, "centroid_scale": centroid_scale, "channel_scale": channel_scale, "size": size,
+        "mean_value": mean_value,
+    }  # fmt: skip
+    for name, tensor in needed.items():
+        require((tensor is None) == (summaries is None), name, "be given exactly where summaries are", tensor)
+    if summaries is None:
+        return
+    require_one_query(query)
+    require(
+        summaries.dim() == 3 and summaries.shape[:2] == tokens.shape[:2],
+        "summaries",
+        f"be [{tokens.shape[0]}, {tokens.shape[1]}, any] as tokens are",
+        tuple(summaries.shape),
+    )
+    require(summaries.dtype == torch.int32, "summaries", "be int32", summaries.dtype)
+    assert centroid is not None
+    assert mean_value is not None
+    require(centroid.dtype == torch.int8, "centroid", "be int8", centroid.dtype)
+    require(mean_value.dtype == value.dtype, "mean_value", f"have value's dtype {value.dtype}", mean_value.dtype)
+
+
 def _sparse_attention(
     query: Tensor,
     key: Tensor,
@@ -51,13 +88,21 @@ def _sparse_attention(
     scale: float,
     num_sink_tokens: int,
     recent_window: int,
+    summaries: Tensor | None = None,
+    centroid: Tensor | None = None,
+    centroid_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    size: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> Tensor:
     from ckv_compile.reference.sparse_attention import sparse_attention
 
+    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
     check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
+    check_summaries(query, value, tokens, *described)
     return sparse_attention(
         query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale,
-        num_sink_tokens, recent_window,
+        num_sink_tokens, recent_window, *described,
     )  # fmt: skip
 
 
@@ -76,15 +121,24 @@ def _sparse_attention_fake(
     scale: float,
     num_sink_tokens: int,
     recent_window: int,
+    summaries: Tensor | None = None,
+    centroid: Tensor | None = None,
+    centroid_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    size: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> Tensor:
     check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
+    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
+    check_summaries(query, value, tokens, *described)
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
 register_op(
     "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
     "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, int layer, float scale, int num_sink_tokens, "
-    "int recent_window) -> Tensor",
+    "int recent_window, Tensor? summaries=None, Tensor? centroid=None, Tensor? centroid_scale=None, "
+    "Tensor? channel_scale=None, Tensor? size=None, Tensor? mean_value=None) -> Tensor",
     _sparse_attention,
     _sparse_attention_fake,
 )

@@ -1,7 +1,7 @@
 """``ckv::sparse_attention_edges``: sparse attention that stores the edges of its new token (eq. 6) besides.
 
 Edges are a by-product: scores and keys are at hand. They wait in state of all layers, with the new key, until
-``ckv::assign_tokens`` takes them at the end of the step.
+``ckv::assign_tokens`` takes them at the end of the step. So does the new value, where communities are attended by means.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ckv_compile.ops.library import register_op, require, require_at_least, require_one_query
-from ckv_compile.ops.sparse_attention import check_attention
+from ckv_compile.ops.sparse_attention import check_attention, check_summaries
 
 EDGE_SOURCES = ("keys", "attention")
 
@@ -38,6 +38,12 @@ def _check(
     require(new_key.dtype == key.dtype, "new_key", f"have key's dtype {key.dtype}", new_key.dtype)
 
 
+def _check_new_value(value: Tensor, summaries: Tensor | None, new_value: Tensor | None) -> None:
+    require((new_value is None) == (summaries is None), "new_value", "be given exactly where summaries are", new_value)
+    if new_value is not None:
+        require(new_value.dtype == value.dtype, "new_value", f"have value's dtype {value.dtype}", new_value.dtype)
+
+
 def _sparse_attention_edges(
     query: Tensor,
     key: Tensor,
@@ -58,6 +64,13 @@ def _sparse_attention_edges(
     recent_window: int,
     kappa: int,
     source: str,
+    summaries: Tensor | None = None,
+    centroid: Tensor | None = None,
+    centroid_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    size: Tensor | None = None,
+    mean_value: Tensor | None = None,
+    new_value: Tensor | None = None,
 ) -> Tensor:
     from ckv_compile.reference.sparse_attention_edges import sparse_attention_edges
 
@@ -65,9 +78,12 @@ def _sparse_attention_edges(
         query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
         source,
     )  # fmt: skip
+    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
+    check_summaries(query, value, tokens, *described)
+    _check_new_value(value, summaries, new_value)
     return sparse_attention_edges(
         query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, new_neighbor, new_weight,
-        new_key, layer, scale, num_sink_tokens, recent_window, kappa, source,
+        new_key, layer, scale, num_sink_tokens, recent_window, kappa, source, *described, new_value,
     )  # fmt: skip
 
 
@@ -91,18 +107,30 @@ def _sparse_attention_edges_fake(
     recent_window: int,
     kappa: int,
     source: str,
+    summaries: Tensor | None = None,
+    centroid: Tensor | None = None,
+    centroid_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    size: Tensor | None = None,
+    mean_value: Tensor | None = None,
+    new_value: Tensor | None = None,
 ) -> Tensor:
     _check(
         query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
         source,
     )  # fmt: skip
+    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
+    check_summaries(query, value, tokens, *described)
+    _check_new_value(value, summaries, new_value)
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
 register_op(
     "sparse_attention_edges(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
     "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, Tensor(a!) new_neighbor, Tensor(b!) new_weight, "
-    "Tensor(c!) new_key, int layer, float scale, int num_sink_tokens, int recent_window, int kappa, str source) -> Tensor",
+    "Tensor(c!) new_key, int layer, float scale, int num_sink_tokens, int recent_window, int kappa, str source, "
+    "Tensor? summaries=None, Tensor? centroid=None, Tensor? centroid_scale=None, Tensor? channel_scale=None, "
+    "Tensor? size=None, Tensor? mean_value=None, Tensor(d!)? new_value=None) -> Tensor",
     _sparse_attention_edges,
     _sparse_attention_edges_fake,
 )

@@ -53,11 +53,14 @@ def assign_tokens(
     num_graphs: int,
     num_sink_tokens: int,
     lam: float,
+    new_value: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> None:
     """``assign_token`` in every layer, with the edges that ``sparse_attention_edges`` has stored.
 
     Flat state that is read: new_neighbor int32 and new_weight float32 [L, B, num_lists, kappa], new_key
-    [L, B, num_kv_heads, head_dim] (key dtype). capacity: that of any layer. The rest is as ``assign_token`` has it.
+    [L, B, num_kv_heads, head_dim] (key dtype), and new_value like it where mean_value is given. capacity: that of any
+    layer. The rest is as ``assign_token`` has it.
     """
     batch = first.shape[0]
     lists = (batch, num_lists, kappa)
@@ -71,6 +74,8 @@ def assign_tokens(
             layer_state(new_weight, layer, lists, "new_weight"),
             layer_state(new_key, layer, (batch, num_kv_heads, head_dim), "new_key"),
             *state, capacity, length, first, layer, num_graphs, num_sink_tokens, lam,
+            None if new_value is None else layer_state(new_value, layer, (batch, num_kv_heads, head_dim), "new_value"),
+            mean_value,
         )  # fmt: skip
 
 
@@ -102,6 +107,8 @@ def assign_token(
     num_graphs: int,
     num_sink_tokens: int,
     lam: float,
+    new_value: Tensor | None = None,
+    mean_value: Tensor | None = None,
 ) -> None:
     """Assign the token at position ``length`` (CommunityKV, eq. 6 and 7) and advance ``n_indexed``.
 
@@ -110,7 +117,8 @@ def assign_token(
     weights that are not positive and finite are skipped. key_new: [B, Hkv, D].
     State is flat and int32 unless said otherwise; all but log_first, channel_scale, gamma and capacity is mutated:
     centroid int8 [L, B, G, C, D] and centroid_scale float32 [L, B, G, C] (see ``encode_centroids``; channel_scale
-    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype); start, stored, size [L, B, G, C];
+    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype), mean_value like it where it is kept, with
+    new_value [B, Hkv, D] for the values what key_new is for the keys; start, stored, size [L, B, G, C];
     num_communities [L, B, G]; n_indexed and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N];
     community_weight [L, B, G, C], total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32)
     [L, B, H, E, kappa].
@@ -148,9 +156,11 @@ def assign_token(
     sizes = layer_state(size, layer, communities, "size")
     starts_of = layer_state(start, layer, communities, "start")
     stored_of = layer_state(stored, layer, communities, "stored")
-    # One graph over several heads holds their keys side by side.
-    heads = key_new.shape[1]
-    keys = key_new.flatten(1)[:, None] if num_graphs == 1 else key_new.repeat_interleave(num_graphs // heads, 1)
+    keys = _of_graphs(key_new, num_graphs)
+    values = None
+    if new_value is not None and mean_value is not None:
+        values = _of_graphs(new_value, num_graphs)
+        mean_values = layer_state(mean_value, layer, (*communities, values.shape[2]), "mean_value")
     means = layer_state(centroid_mean, layer, (*communities, keys.shape[2]), "centroid_mean")
     codes = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
     scales = layer_state(centroid_scale, layer, communities, "centroid_scale")
@@ -198,11 +208,15 @@ def assign_token(
                 sizes[row, graph, chosen] = 0
                 weights[row, graph, chosen] = 0
                 means[row, graph, chosen] = 0
+                if values is not None:
+                    mean_values[row, graph, chosen] = 0
             sizes[row, graph, chosen] += 1
-            mean = means[row, graph, chosen].to(accumulate_dtype(means.dtype))
-            mean += (keys[row, graph].to(mean.dtype) - mean) / sizes[row, graph, chosen]
-            means[row, graph, chosen] = mean.to(means.dtype)
-            code, scale = encode_centroids(mean[None].to(means.dtype), channels[row, graph])
+            mean = _moved(means[row, graph, chosen], keys[row, graph], sizes[row, graph, chosen])
+            means[row, graph, chosen] = mean
+            if values is not None:
+                moved = _moved(mean_values[row, graph, chosen], values[row, graph], sizes[row, graph, chosen])
+                mean_values[row, graph, chosen] = moved
+            code, scale = encode_centroids(mean[None], channels[row, graph])
             codes[row, graph, chosen], scales[row, graph, chosen] = code[0], scale[0]
             for community, increment in plan.community_increments.items():
                 weights[row, graph, community] += increment
@@ -210,6 +224,17 @@ def assign_token(
             labels[row, graph, position] = chosen
             log[row, graph, slot] = chosen
         indexed[row] += 1
+
+
+def _of_graphs(new: Tensor, num_graphs: int) -> Tensor:
+    """A new token's keys or values [B, Hkv, D] by graph; one graph over several heads holds theirs side by side."""
+    return new.flatten(1)[:, None] if num_graphs == 1 else new.repeat_interleave(num_graphs // new.shape[1], 1)
+
+
+def _moved(mean: Tensor, new: Tensor, count: Tensor) -> Tensor:
+    """The mean of ``count`` vectors, the last of which is ``new``; ``mean`` is that of the others."""
+    wide = mean.to(accumulate_dtype(mean.dtype))
+    return (wide + (new.to(wide.dtype) - wide) / count).to(mean.dtype)
 
 
 def _choose(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckv_compile.reference.attended import attended_spans
+from ckv_compile.reference.attended import Span, attended_spans
 from ckv_compile.reference.nominal import capacities, layer_state
 
 NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
@@ -35,16 +35,17 @@ def retrieve(
     recent_window: int,
     has_log: bool,
     num_new: int = 1,
+    reserved: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """List the tokens that the ``num_new`` queries from position ``length`` on attend to besides sinks and tail.
 
     See ``attended``: one list serves the queries of a row, and the budget is that of the last one.
 
-    room = budget - sinks - tail tokens, or everything where the budget is the whole context.
+    room = budget - reserved - sinks - tail tokens, or everything where the budget is the whole context.
     In order of score (of equals the larger id first, NaN excluded), the longest run of communities
     whose total size is at most room is taken whole. If even the best does not fit, its newest room tokens are.
     Members that are sinks or in the tail count and may be listed; readers of the list skip them. With room <= 0
-    nothing is listed. shortlist and left_out (see ``route``) only save work: the result is that of all scores.
+    nothing is listed. reserved is the part of the budget that ``select_summaries`` fills. shortlist and left_out (see ``route``) only save work: the result is that of all scores.
     scores: flat float32 [B, G, C]; -inf excludes a community, and so does a size of 0.
     start, stored, size: flat int32 [L, B, G, C]; community c holds member[start : start + stored] of the flat
     int32 [L, B, G, N] and the log entries e with log_community[e] == c (flat [L, B, G, E]), which stand for position
@@ -62,20 +63,12 @@ def retrieve(
     count = torch.zeros((batch, num_graphs), dtype=torch.int32, device=device)
 
     spans = attended_spans(n_indexed, position, first, layer, num_sink_tokens, recent_window, num_new)
-    mandatory = [span.sink_end - span.first + span.stop - span.tail_start for span in spans]
-    rooms = [
-        _room(budget, fixed, span.stop - span.first) if span.tail_start > span.sink_end else 0
-        for fixed, span in zip(mandatory, spans, strict=True)
-    ]
-    number = layer_state(num_communities, layer, shape[:2], "num_communities")
-    used = min(int(number.amax()), max_communities) if number.numel() else 0
-    if used > 0 and max(rooms) > 0:
-        sizes = layer_state(size, layer, shape, "size")[..., :used]
-        ranked = layer_state(scores, 0, shape, "scores")[..., :used]
-        excluded = (torch.arange(used, device=device) >= number[..., None]) | (sizes <= 0)
-        ranked = torch.where(excluded, -torch.inf, ranked.nan_to_num(-torch.inf, torch.inf, -torch.inf))
+    mandatory = [mandatory_tokens(span) for span in spans]
+    rooms = rooms_for(spans, budget, reserved)
+    ranked, sizes = ranked_scores(scores, size, num_communities, layer, shape)
+    if ranked.shape[2] > 0 and max(rooms) > 0:
         room = torch.tensor(rooms, device=device)[:, None]  # [B, 1]
-        ids, taken = _longest_fitting_run(ranked, sizes, room)
+        ids, taken = longest_fitting_run(ranked, sizes, room)
         lists = (
             layer_state(start, layer, shape, "start"),
             layer_state(stored, layer, shape, "stored"),
@@ -122,12 +115,37 @@ def retrieve(
     return tokens, count
 
 
-def _room(budget: int, mandatory: int, context: int) -> int:
-    """Tokens that may be retrieved. A budget of the whole context takes everything, whatever sizes count twice."""
-    return context if budget >= context else budget - mandatory
+def mandatory_tokens(span: Span) -> int:
+    """Sinks and tail of a row."""
+    return span.sink_end - span.first + span.stop - span.tail_start
 
 
-def _longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+def rooms_for(spans: list[Span], budget: int, reserved: int) -> list[int]:
+    """Tokens that each row may retrieve. A budget of the whole context takes everything, whatever sizes count twice."""
+    rooms = []
+    for span in spans:
+        context = span.stop - span.first
+        room = context if budget >= context else budget - reserved - mandatory_tokens(span)
+        rooms.append(room if span.tail_start > span.sink_end else 0)
+    return rooms
+
+
+def ranked_scores(
+    scores: Tensor, size: Tensor, num_communities: Tensor, layer: int, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Scores without NaN, -inf for what is no community, and sizes of a layer; flat state of ``shape`` [B, G, C].
+
+    Both are [B, G, n] with the largest number of communities n of any graph.
+    """
+    number = layer_state(num_communities, layer, shape[:2], "num_communities")
+    used = min(int(number.amax()), shape[2]) if number.numel() else 0
+    sizes = layer_state(size, layer, shape, "size")[..., :used]
+    ranked = layer_state(scores, 0, shape, "scores")[..., :used]
+    excluded = (torch.arange(used, device=scores.device) >= number[..., None]) | (sizes <= 0)
+    return torch.where(excluded, -torch.inf, ranked.nan_to_num(-torch.inf, torch.inf, -torch.inf)), sizes
+
+
+def longest_fitting_run(scores: Tensor, sizes: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
     """Communities in order of score, and which of them fit.
 
     scores float32 [B, G, n] without NaN, sizes int [B, G, n], room [B, 1].

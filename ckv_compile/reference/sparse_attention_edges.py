@@ -30,12 +30,20 @@ def sparse_attention_edges(
     recent_window: int,
     kappa: int,
     source: str,
+    summaries: Tensor | None = None,
+    centroid: Tensor | None = None,
+    centroid_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    size: Tensor | None = None,
+    mean_value: Tensor | None = None,
+    new_value: Tensor | None = None,
 ) -> Tensor:
     """``sparse_attention`` of one query per row, whose output [B, Hq, 1, Dv] it returns.
 
     source: "keys" for the lists of ``key_edges`` (H = G), "attention" for those of ``approximate_edges`` (H = Hq).
     Mutated flat state, of which the layer's part is written: new_neighbor int32 and new_weight float32
-    [L, B, H, kappa], these lists; new_key [L, B, Hkv, D] (key dtype), the keys at position ``length``.
+    [L, B, H, kappa], these lists, of tokens alone; new_key [L, B, Hkv, D] (key dtype), the keys at position ``length``,
+    and, with summaries, new_value [L, B, Hkv, Dv], the values there.
     The other arguments, and the errors, are those of ``sparse_attention``.
     """
     attended = (tokens, count, n_indexed, capacity, length, first, layer)
@@ -50,7 +58,10 @@ def sparse_attention_edges(
     layer_state(new_weight, layer, tuple(weight.shape), "new_weight").copy_(weight)
     new = cache_prefix(key, position + 1, "key")[:, :, position]
     layer_state(new_key, layer, (batch, kv_heads, dim), "new_key").copy_(new)
+    if new_value is not None:
+        new = cache_prefix(value, position + 1, "value")[:, :, position]
+        layer_state(new_value, layer, (batch, kv_heads, value.shape[3]), "new_value").copy_(new)
     return sparse_attention(
         query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale,
-        num_sink_tokens, recent_window,
+        num_sink_tokens, recent_window, summaries, centroid, centroid_scale, channel_scale, size, mean_value,
     )  # fmt: skip

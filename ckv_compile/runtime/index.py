@@ -83,10 +83,13 @@ class CommunityIndex:
         larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
         return larger
 
-    def append_block(self, layer: int, start: int, stop: int, partitions: list[list], key: torch.Tensor) -> None:
+    def append_block(
+        self, layer: int, start: int, stop: int, partitions: list[list], key: torch.Tensor, value: torch.Tensor | None = None
+    ) -> None:
         """Publish the partition of positions ``start .. stop - 1`` behind what the layer has.
 
-        partitions: [batch][graphs], positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``.
+        partitions: [batch][graphs], positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``. value: the same of
+        V, needed where the index keeps mean values.
         """
         block = _Packed.of(partitions)
         at = self.used[layer]
@@ -94,7 +97,7 @@ class CommunityIndex:
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # they are in the new block, or in the tail behind it
-        self._write(layer, at, start, block, key)
+        self._write(layer, at, start, block, key, value)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
         self.num_communities[layer].fill_(upto)
@@ -102,19 +105,23 @@ class CommunityIndex:
         if assigns_tokens(self.config):
             self.log_first[layer].fill_(stop)
 
-    def replace(self, layer: int, stop: int, partitions: list[list], key: torch.Tensor) -> None:
+    def replace(
+        self, layer: int, stop: int, partitions: list[list], key: torch.Tensor, value: torch.Tensor | None = None
+    ) -> None:
         """Publish a partition of positions ``0 .. stop - 1`` in place of what the layer has."""
         block = _Packed.of(partitions)
         upto = block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
-        self._write(layer, 0, 0, block, key)
+        self._write(layer, 0, 0, block, key, value)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
         self.num_communities[layer].fill_(upto)
         self.n_indexed[layer].fill_(stop)
         self.log_first[layer].fill_(stop)
 
-    def _write(self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor) -> None:
+    def _write(
+        self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor, value: torch.Tensor | None
+    ) -> None:
         upto = at + block.start.shape[-1]
         count = block.member.shape[-1]
         member = self._device(block.member) + first
@@ -128,6 +135,10 @@ class CommunityIndex:
         if at == 0:
             self.channel_scale[layer].copy_(channel_scales(centroid, size))
         self.write_centroids(layer, (slice(None), slice(None), slice(at, upto)), centroid)
+        if "mean_value" in self.buffers:
+            assert value is not None, "an index that keeps mean values needs the values"
+            mean = torch.ops.ckv.community_centroids(value, member, start - first, size)
+            self.mean_value[layer, :, :, at:upto].copy_(mean)
         if "label" in self.buffers:
             span = block.label.shape[-1]
             label = self._device(block.label)

@@ -23,16 +23,21 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             finished = sequence.waiting.pop((layer, indexed), None)
             if finished is None:
                 return
-            index.append_block(layer, finished.start, finished.stop, finished.result, sequence.keys(layer))
+            index.append_block(layer, finished.start, finished.stop, finished.result, *_cached(sequence, layer))
             sequence.statistics.partitioned(layer, finished.result)
     finished = sequence.waiting.pop((layer, 0), None)
     if finished is None or (index.marks[layer] and finished.stop < index.marks[layer][-1][0]):
         return  # nothing, or overtaken by a partition of more tokens
     logged = _logged_since(sequence, layer, finished.stop)
-    index.replace(layer, finished.stop, finished.result, sequence.keys(layer))
+    index.replace(layer, finished.stop, finished.result, *_cached(sequence, layer))
     sequence.statistics.partitioned(layer, finished.result)
     if logged is not None:
         _assign_meanwhile(sequence, layer, finished.stop, *logged)
+
+
+def _cached(sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K of a layer, and V where the index keeps its means."""
+    return sequence.keys(layer), sequence.values(layer) if sequence.config.centroid_budget else None
 
 
 def _logged_since(sequence: Sequence, layer: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -85,18 +90,27 @@ def _assign_meanwhile(sequence: Sequence, layer: int, stop: int, neighbor: np.nd
 
 def _join_centroids(sequence: Sequence, layer: int, stop: int, joined: np.ndarray, upto: int) -> None:
     """Running means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m]."""
-    index, key, graphs = sequence.index, sequence.keys(layer), sequence.shape.graphs
+    index, graphs = sequence.index, sequence.shape.graphs
+    key, value = _cached(sequence, layer)
     used = index.used[layer]
-    for name in ("start", "stored", "size", "centroid_mean"):
-        index.buffers[name][layer, :, :, used:upto].zero_()
+    for name in ("start", "stored", "size", "centroid_mean", "mean_value"):
+        if name in index.buffers:
+            index.buffers[name][layer, :, :, used:upto].zero_()
     for row, graph, token in np.ndindex(*joined.shape):
         community = int(joined[row, graph, token])
-        if graphs == 1:
-            own = key[row, :, stop + token].reshape(-1)
-        else:
-            own = key[row, graph * key.shape[1] // graphs, stop + token]
         size = index.size[layer, row, graph, community]
         size += 1
         mean = index.centroid_mean[layer, row, graph, community].float()
-        mean = mean + (own.float() - mean) / size
+        mean = mean + (_of_graph(key, row, graph, graphs, stop + token).float() - mean) / size
         index.write_centroids(layer, (row, graph, slice(community, community + 1)), mean[None])
+        if value is not None:
+            mean = index.mean_value[layer, row, graph, community].float()
+            mean = mean + (_of_graph(value, row, graph, graphs, stop + token).float() - mean) / size
+            index.mean_value[layer, row, graph, community].copy_(mean)
+
+
+def _of_graph(cache: torch.Tensor, row: int, graph: int, graphs: int, token: int) -> torch.Tensor:
+    """What a graph averages of one token of K or V ``[B, Hkv, n, D]``: its head's part, or all heads' side by side."""
+    if graphs == 1:
+        return cache[row, :, token].reshape(-1)
+    return cache[row, graph * cache.shape[1] // graphs, token]

@@ -44,9 +44,8 @@ class Registry:
         with self._lock:
             sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
-                sequence = Sequence(
-                    config, geometry, batch, slab.capacity, _slab_keys(weakref.ref(slab)), self.memory(config)
-                )
+                keys, values = _layers_of(weakref.ref(slab))
+                sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
                 self._bind(slab, sequence)
             return sequence
 
@@ -54,7 +53,7 @@ class Registry:
         """The cache outgrew its slab: its sequence follows it into a larger one."""
         with self._lock:
             self._by_slab.pop(id(old), None)
-            sequence.keys = _slab_keys(weakref.ref(new))
+            sequence.keys, sequence.values = _layers_of(weakref.ref(new))
             sequence.grow(new.capacity)
             self._bind(new, sequence)
 
@@ -106,13 +105,15 @@ class Registry:
         self.pool.free_memory()
 
 
-def _slab_keys(slab: weakref.ref[KVSlab]):
-    def keys(layer: int) -> torch.Tensor:
-        alive = slab()
-        assert alive is not None
-        return alive.layer_keys(layer)
+def _layers_of(slab: weakref.ref[KVSlab]):
+    """(K of a layer, V of a layer), as functions that do not keep the slab alive."""
 
-    return keys
+    def alive() -> KVSlab:
+        found = slab()
+        assert found is not None
+        return found
+
+    return lambda layer: alive().layer_keys(layer), lambda layer: alive().layer_values(layer)
 
 
 REGISTRY = Registry()

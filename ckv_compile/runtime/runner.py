@@ -317,6 +317,8 @@ class GraphRunner:
                 sequence.judged()
         sequence.account_to(statistics)
         sequence.keys = keys.__getitem__
+        if self.config.centroid_budget:
+            sequence.values = [args[i] for i in plan.static_values].__getitem__
         try:
             if not known:
                 sequence.offer_all()
@@ -331,7 +333,7 @@ class GraphRunner:
             if not captured:
                 sequence.offer_appended()
         finally:
-            sequence.keys = None
+            sequence.keys = sequence.values = None
         return self._outputs(self.graphs.keep(results, args), [])
 
     def _static_sequence(

@@ -62,12 +62,14 @@ class LayerEdges:
 class Sequence:
     """State of one batch of sequences that share a cache.
 
-    keys: callable that returns K of a layer as ``[B, Hkv, n, D]`` covering at least ``n`` tokens.
+    keys, values: callables that return K and V of a layer as ``[B, Hkv, n, D]`` covering at least ``n`` tokens.
     """
 
     @torch.inference_mode(False)  # its tensors outlive a call in inference mode
-    def __init__(self, config: CommunityConfig, geometry: Any, batch: int, capacity: int, keys, memory) -> None:
-        self.config, self.geometry, self.batch, self.keys = config, geometry, batch, keys
+    def __init__(
+        self, config: CommunityConfig, geometry: Any, batch: int, capacity: int, keys, memory, values=None
+    ) -> None:
+        self.config, self.geometry, self.batch, self.keys, self.values = config, geometry, batch, keys, values
         self.memory: ResolutionMemory = memory
         self.identifier = next(_identifiers)
         self.statistics = RunStatistics(geometry.num_layers)

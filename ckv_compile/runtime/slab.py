@@ -54,6 +54,10 @@ class KVSlab:
         """All of a layer's K, unwritten positions included: ``[batch, heads, capacity, head_dim]``."""
         return self.buffer[2 * layer].permute(1, 2, 0, 3)
 
+    def layer_values(self, layer: int) -> torch.Tensor:
+        """The same of a layer's V."""
+        return self.buffer[2 * layer + 1].permute(1, 2, 0, 3)
+
     def foreign_uses(self) -> int:
         """Tensors of others that view this slab."""
         return storage_uses(self.buffer) - self._own_uses
