@@ -169,13 +169,14 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
 
 
 def retrieve(
-    shortlist, left_out, state, length, first, layer, num_graphs, budget, sinks, window, has_log, num_new=1, **tuned
+    shortlist, left_out, state, length, first, layer, num_graphs, budget, sinks, window, has_log, num_new=1,
+    reserved=0, **tuned,
 ):  # fmt: skip
     """``ckv::retrieve`` by its kernel: (tokens, count)."""
     from ckv_compile.lowering import retrieve as lowering
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
-    constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots, num_new)
+    constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots, num_new, reserved)
     constants = {**constants, **lowering.configs(slots, batch * num_graphs)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
@@ -198,8 +199,26 @@ def retrieve(
         "TOKENS": tokens,
     }
     grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
-    RenderedKernel("retrieve", ["attended"], constants)(grid, tensors, count)
+    RenderedKernel("retrieve", ["attended", "threshold"], constants)(grid, tensors, count)
     return tokens, count
+
+
+def select_summaries(state, length, first, layer, num_graphs, budget, reserved, sinks, window, **tuned):
+    """``ckv::select_summaries`` by its kernel: (ids, how many)."""
+    from ckv_compile.lowering import select_summaries as lowering
+
+    batch, device = first.shape[0], first.device
+    constants = lowering.constants_of(batch, num_graphs, budget, reserved, sinks, window)
+    constants = {**constants, **lowering.configs()[0], **tuned}
+    ids = poisoned((batch, num_graphs, reserved), torch.int32, device)
+    count = poisoned((batch, num_graphs), torch.int32, device)
+    tensors = {
+        "SCORES": state.scores, "SIZE": state.size, "NUMBER": state.num_communities, "N_INDEXED": state.n_indexed,
+        "CAPACITY": state.capacity_of(layer), "LENGTH": length, "FIRST": first, "TALLY": state.tally, "IDS": ids,
+    }  # fmt: skip
+    kernel = RenderedKernel("select_summaries", ["attended", "threshold"], constants)
+    kernel((batch * num_graphs, 1, 1), tensors, count)
+    return ids, count
 
 
 def sparse_attention(
@@ -217,11 +236,12 @@ def sparse_attention(
     scale,
     sinks,
     window,
+    described=(),
     **tuned,
 ):
-    """``ckv::sparse_attention`` by its kernels: ``[B, Hq, Q, Dv]``."""
+    """``ckv::sparse_attention`` by its kernels: ``[B, Hq, Q, Dv]``. described: its arguments from summaries on."""
     others = (tokens, count, n_indexed, capacity, length, first)
-    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned)
+    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, described=described)
 
 
 def sparse_attention_edges(
@@ -244,6 +264,7 @@ def sparse_attention_edges(
     window,
     kappa,
     source,
+    described=(),
     **tuned,
 ):
     """``ckv::sparse_attention_edges`` by its kernels: ``[B, Hq, 1, Dv]``; the three tensors of edges are written."""
@@ -261,14 +282,14 @@ def sparse_attention_edges(
         tensors = {**_attended(others), "KEY": key, "NEW_KEY": new_key}
         kernel = RenderedKernel("edges", ["attended", "edge_entries"], constants)
         kernel((constants["SPLITS"], batch, 1), tensors, edges.entries)
-    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges)
+    return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges, described)
 
 
 def _attended(others):
     return dict(zip(("TOKENS", "COUNT", "N_INDEXED", "CAPACITY", "LENGTH", "FIRST"), others, strict=True))
 
 
-def _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges=None):
+def _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges=None, described=()):
     from ckv_compile.lowering import edges as edge_lowering
     from ckv_compile.lowering import sparse_attention as lowering
 
@@ -277,6 +298,7 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     constants = lowering.attend_constants(
         batch, heads, key.shape[1], dim, value_dim, scale, graphs, budget, sinks, window, queries
     )
+    means = _means(query, value, others, described, constants) if described else {}
     fused = edges is not None and edges.entries is None
     if fused:
         constants |= edge_lowering.edge_constants(edges.keys, edges.kappa, constants)
@@ -295,7 +317,9 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     kernel((splits, batch * constants["LISTS"], 1), tensors, total)
     out = poisoned((batch, heads, queries, value_dim), query.dtype, query.device)
     constants = lowering.merge_constants(batch, heads, value_dim, splits, queries, has_sinks=sink_logits is not None)
-    tensors |= {"TOTAL": total, "SINK_LOGITS": sink_logits}
+    tensors |= {"TOTAL": total, "SINK_LOGITS": sink_logits, **means}
+    if described:
+        constants["SUMMARIES"] = described[0].shape[2]
     if edges is not None:
         constants |= edge_lowering.edge_merge_constants(edges.keys, edges.kappa, *edges.entries.shape[1:3])
         tensors |= {"ENTRIES": edges.entries, "NEW_NEIGHBOR": edges.new_neighbor, "NEW_WEIGHT": edges.new_weight}
@@ -304,10 +328,33 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     return out
 
 
-def assign_tokens(new_neighbor, new_weight, new_key, state, length, first, num_graphs, sinks, lam):
+def _means(query, value, others, described, attends):
+    """The kernel over communities: what its merge takes of it, by name."""
+    from ckv_compile.lowering import attend_summaries as lowering
+
+    summaries = lowering.Summaries(*described)
+    (batch, heads, _, dim), value_dim, device = query.shape, value.shape[3], query.device
+    constants = lowering.constants_of(
+        attends, summaries.ids.shape[2], query.dtype, values=summaries.new_value is not None
+    )
+    constants |= lowering.configs(query.dtype, max(dim, value_dim))[0]
+    total = poisoned((batch, heads, value_dim), torch.float32, device)
+    top, mass = (poisoned((batch, heads), torch.float32, device) for _ in range(2))
+    tensors = {
+        **_attended(others), "QUERY": query, "VALUE": value, "IDS": summaries.ids, "CENTROID": summaries.centroid,
+        "CENTROID_SCALE": summaries.centroid_scale, "CHANNEL_SCALE": summaries.channel_scale, "SIZE": summaries.size,
+        "MEAN_VALUE": summaries.mean_value, "NEW_VALUE": summaries.new_value, "TOP": top, "MASS": mass,
+    }  # fmt: skip
+    RenderedKernel("attend_summaries", [], constants)((batch * constants["LISTS"], 1, 1), tensors, total)
+    return {"SUMMARY_TOTAL": total, "SUMMARY_TOP": top, "SUMMARY_MASS": mass}
+
+
+def assign_tokens(
+    new_neighbor, new_weight, new_key, state, length, first, num_graphs, sinks, lam, new_value=None, mean_value=None
+):
     """``ckv::assign_tokens`` by its kernels: int32 ``[L, B]``. state: an ``IndexState``, which is changed.
 
-    new_neighbor, new_weight: ``[L, B, H, kappa]``. new_key: ``[L, B, Hkv, D]``.
+    new_neighbor, new_weight: ``[L, B, H, kappa]``. new_key and new_value: ``[L, B, Hkv, D]``.
     """
     from ckv_compile.lowering import assign_tokens as lowering
 
@@ -347,6 +394,9 @@ def assign_tokens(new_neighbor, new_weight, new_key, state, length, first, num_g
         "SIZE": state.size,
         "LOG": state.log_community,
     }
+    if new_value is not None:
+        commits["VALUES"] = True
+        tensors |= {"NEW_VALUE": new_value, "MEAN_VALUE": mean_value}
     assigned = poisoned((layers, batch), torch.int32, device)
     RenderedKernel("assign_tokens", [], {**commits, **lowering.commit_configs()[0]})(
         grid, {**shared, **tensors, **scratch}, assigned

@@ -27,7 +27,13 @@ ASSIGNED = (
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
-SUMMARIZED = ("centroid", "centroid_scale", "channel_scale", "size", "mean_value")  # what a community's means are read from
+SUMMARIZED = (
+    "centroid",
+    "centroid_scale",
+    "channel_scale",
+    "size",
+    "mean_value",
+)  # what a community's means are read from
 
 
 def rewrite_decode(

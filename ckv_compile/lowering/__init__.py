@@ -10,10 +10,12 @@ from ckv_compile.lowering import (
     grouped_linear,
     retrieve,
     route,
+    select_summaries,
     sparse_attention,
     sparse_attention_edges,
 )
 
 __all__ = [
-    "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "sparse_attention", "sparse_attention_edges",
+    "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "select_summaries", "sparse_attention",
+    "sparse_attention_edges",
 ]  # fmt: skip

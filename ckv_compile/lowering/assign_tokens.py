@@ -38,7 +38,8 @@ def assign_tokens(
     centroid_mean: Any, start: Any, stored: Any, size: Any, num_communities: Any, n_indexed: Any, log_community: Any,
     log_first: Any, label: Any, community_weight: Any, total_weight: Any, edge_neighbor: Any, edge_weight: Any,
     gamma: Any, capacity: Any, length: Any, first: Any, num_layers: int, num_kv_heads: int, head_dim: int,
-    num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float,
+    num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float, new_value: Any | None = None,
+    mean_value: Any | None = None,
 ) -> None:  # fmt: skip
     device = new_neighbor.get_device()
     if device.type != "cuda":
@@ -46,7 +47,7 @@ def assign_tokens(
             new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, centroid_mean, start, stored,
             size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
             edge_neighbor, edge_weight, gamma, capacity, length, first, num_layers, num_kv_heads, head_dim, num_lists,
-            kappa, num_graphs, num_sink_tokens, lam,
+            kappa, num_graphs, num_sink_tokens, lam, new_value, mean_value,
         )  # fmt: skip
     (batch,) = static_size(first)
     plans = plan_constants(num_layers, batch, num_graphs, num_lists, kappa, num_sink_tokens, lam)
@@ -70,7 +71,13 @@ def assign_tokens(
     )  # fmt: skip
     read = [*fixed(planned), community, increment, sums, *fixed(new_key, channel_scale, log_first, capacity, length)]
     commits = commit_constants(num_layers, batch, num_graphs, num_kv_heads, head_dim, entries)
-    commit([*read, *state], ([num_layers, batch], torch.int32), state, commits, commit_configs())
+    inputs = [*read, *state]
+    if new_value is not None:
+        commits["VALUES"] = True
+        (mean_value,) = fixed(mean_value)
+        inputs += [*fixed(new_value), mean_value]
+        state = [*state, mean_value]
+    commit(inputs, ([num_layers, batch], torch.int32), state, commits, commit_configs())
     return None
 
 

@@ -17,6 +17,7 @@ template = Template(
     "retrieve",
     lambda meta: (meta["PARTS"] + meta["HAS_LOG"], meta["BATCH"] * meta["GRAPHS"], 1),
     "attended",
+    "threshold",
 )
 
 
@@ -36,14 +37,14 @@ def retrieve(
     shortlist: Any, left_out: Any, scores: Any, start: Any, stored: Any, size: Any, member: Any, log_community: Any,
     log_first: Any, num_communities: Any, n_indexed: Any, capacity: Any, length: Any, first: Any, tally: Any,
     layer: int, batch: int, num_graphs: int, budget: int, num_sink_tokens: int, recent_window: int, has_log: bool,
-    num_new: int = 1,
+    num_new: int = 1, reserved: int = 0,
 ) -> list[Any]:  # fmt: skip
     device = scores.get_device()
     if device.type != "cuda":
         return fallback_handler(_op)(
             shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities,
             n_indexed, capacity, length, first, tally, layer, batch, num_graphs, budget, num_sink_tokens,
-            recent_window, has_log, num_new,
+            recent_window, has_log, num_new, reserved,
         )  # fmt: skip
     batch, _, _, slots = static_size(shortlist)
     tokens = empty([batch, num_graphs, budget], torch.int32, device)
@@ -54,7 +55,9 @@ def retrieve(
         *fixed(shortlist, left_out, scores, *lists), *log,
         *fixed(num_communities, n_indexed, capacity, length, first), tally, tokens,
     ]  # fmt: skip
-    constants = constants_of(batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots, num_new)
+    constants = constants_of(
+        batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots, num_new, reserved
+    )
     count = template(
         inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots, batch * num_graphs),
         makers(batch, num_graphs, 1, slots, budget),
@@ -63,9 +66,11 @@ def retrieve(
 
 
 def constants_of(
-    batch: int, graphs: int, budget: int, sinks: int, window: int, has_log: bool, slots: int, queries: int = 1
-) -> dict[str, Any]:
+    batch: int, graphs: int, budget: int, sinks: int, window: int, has_log: bool, slots: int, queries: int = 1,
+    reserved: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     return {
         "BATCH": batch, "GRAPHS": graphs, "BUDGET": budget, "SINKS": sinks, "WINDOW": window, "QUERIES": queries,
         "SLOTS": slots, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
+        **({"SUMMARIES": reserved} if reserved else {}),
     }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.lowering.attend_summaries import Summaries, lower_summaries
 from ckv_compile.lowering.edges import Edges, edge_constants, edge_merge_constants, keys_per_block, num_splits
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
@@ -52,26 +53,31 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
 def sparse_attention(
     query: Any, key: Any, value: Any, tokens: Any, count: Any, n_indexed: Any, capacity: Any, length: Any,
     first: Any, sink_logits: Any | None, layer: int, scale: float, num_sink_tokens: int, recent_window: int,
+    *described: Any,
 ) -> Any:  # fmt: skip
     if query.get_device().type != "cuda":
         return fallback_handler(_op)(
             query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale, num_sink_tokens,
-            recent_window,
+            recent_window, *described,
         )  # fmt: skip
     others = [tokens, count, n_indexed, capacity, length, first]
-    return lower_attention(query, key, value, others, sink_logits, scale, num_sink_tokens, recent_window)
+    summaries = Summaries.of(described)
+    return lower_attention(
+        query, key, value, others, sink_logits, scale, num_sink_tokens, recent_window, summaries=summaries
+    )
 
 
 def lower_attention(
     query: Any, key: Any, value: Any, others: list[Any], sink_logits: Any | None, scale: float, sinks: int, window: int,
-    edges: Edges | None = None,
+    edges: Edges | None = None, summaries: Summaries | None = None,
 ) -> Any:  # fmt: skip
-    """The node of the output. others: tokens ... first of the operator. edges: to store besides."""
+    """The node of the output. others: tokens ... first of the operator. edges: to store besides. summaries: to attend."""
     device = query.get_device()
     batch, heads, queries, dim = static_size(query)
     _, graphs, budget = static_size(others[0])
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
     attends = attend_constants(batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, sinks, window, queries)
+    extra = [] if summaries is None else lower_summaries(query, value, others[3], others[4], summaries, attends)
     if edges is not None and edges.entries is None:
         attends |= edge_constants(edges.keys, edges.kappa, attends)
     splits, kept = attends["SPLITS"], attends.get("KEPT", 0)
@@ -97,6 +103,9 @@ def lower_attention(
         merges |= edge_merge_constants(edges.keys, edges.kappa, *static_size(entries)[1:3])
         written = fixed(edges.new_neighbor, edges.new_weight)
         inputs += [*fixed(entries, others[3]), *written]
+    if summaries is not None:
+        merges["SUMMARIES"] = static_size(summaries.ids)[2]
+        inputs += extra
     out = ([batch, heads, queries, value_dim], query.get_dtype())
     return merge(inputs, out, written, merges, merge_configs(merges))
 

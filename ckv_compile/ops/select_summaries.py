@@ -1,4 +1,4 @@
-"""``ckv::select_summaries``: the best of the communities that ``ckv::retrieve`` leaves out, to be attended by their means."""
+"""``ckv::select_summaries``: the best of the communities that ``ckv::retrieve`` leaves out, attended by their means."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def retrieve(
     In order of score (of equals the larger id first, NaN excluded), the longest run of communities
     whose total size is at most room is taken whole. If even the best does not fit, its newest room tokens are.
     Members that are sinks or in the tail count and may be listed; readers of the list skip them. With room <= 0
-    nothing is listed. reserved is the part of the budget that ``select_summaries`` fills. shortlist and left_out (see ``route``) only save work: the result is that of all scores.
+    nothing is listed. reserved is the part of the budget that ``select_summaries`` fills.
+    shortlist and left_out (see ``route``) only save work: the result is that of all scores.
     scores: flat float32 [B, G, C]; -inf excludes a community, and so does a size of 0.
     start, stored, size: flat int32 [L, B, G, C]; community c holds member[start : start + stored] of the flat
     int32 [L, B, G, N] and the log entries e with log_community[e] == c (flat [L, B, G, E]), which stand for position

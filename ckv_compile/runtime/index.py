@@ -84,7 +84,13 @@ class CommunityIndex:
         return larger
 
     def append_block(
-        self, layer: int, start: int, stop: int, partitions: list[list], key: torch.Tensor, value: torch.Tensor | None = None
+        self,
+        layer: int,
+        start: int,
+        stop: int,
+        partitions: list[list],
+        key: torch.Tensor,
+        value: torch.Tensor | None = None,
     ) -> None:
         """Publish the partition of positions ``start .. stop - 1`` behind what the layer has.
 
