@@ -61,6 +61,7 @@ class IndexState:
     centroid_scale: Tensor
     channel_scale: Tensor
     centroid_mean: Tensor
+    mean_value: Tensor
     start: Tensor
     stored: Tensor
     size: Tensor
@@ -111,7 +112,7 @@ def random_index(
     Communities lie apart in ``member`` in a random order, some may be empty, and whatever
     is not in use holds garbage or NaN.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, of_values = (torch.Generator().manual_seed(seed + i) for i in (0, 1000))
     room = communities_room or num_communities + 3
     tokens_room = tokens_room or max(n_indexed) + 8
     shape = (layers, batch, graphs)
@@ -127,6 +128,7 @@ def random_index(
         centroid_scale=garbage(*shape, room, dtype=torch.float32),
         channel_scale=torch.rand(*shape, dim, generator=generator) + 0.5,
         centroid_mean=garbage(*shape, room, dim, dtype=dtype),
+        mean_value=garbage(*shape, room, dim, dtype=dtype),
         start=garbage(*shape, room),
         stored=garbage(*shape, room),
         size=garbage(*shape, room),
@@ -167,9 +169,42 @@ def random_index(
                 state.total_weight[at] = weight.sum()
                 mean = torch.randn(num_communities, dim, generator=generator).to(dtype)
                 state.centroid_mean[at][:num_communities] = mean
+                value = torch.randn(num_communities, dim, generator=of_values).to(dtype)
+                state.mean_value[at][:num_communities] = value
                 code, scale = torch.ops.ckv.encode_centroids(mean, state.channel_scale[at])
                 state.centroid[at][:num_communities], state.centroid_scale[at][:num_communities] = code, scale
     return state
+
+
+def random_summaries(index: IndexState, reserved: int, layer: int, seed: int = 0) -> Tensor:
+    """Ids of communities int32 [B, G, reserved] in a random order: as many as there are, some -1, one of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, graphs = index.num_communities.shape[1:]
+    ids = torch.full((batch, graphs, reserved), -1, dtype=torch.int32)
+    for row in range(batch):
+        for graph in range(graphs):
+            order = torch.randperm(int(index.num_communities[layer, row, graph]), generator=generator)[: reserved - 1]
+            ids[row, graph, 1 : 1 + len(order)] = order.to(torch.int32)
+            for empty in order[:1].tolist():
+                index.size[layer, row, graph, empty] = 0
+                index.centroid_scale[layer, row, graph, empty] = torch.nan
+                index.mean_value[layer, row, graph, empty] = torch.nan
+    return ids
+
+
+def community_means(
+    index: IndexState, summaries: Tensor, layer: int, row: int, graph: int, part: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean key [n, dim], mean value [n, dim] and size [n] of the communities of a graph, in float64 on the CPU.
+
+    part: number of the head, of several whose means lie side by side.
+    """
+    at, channels = (layer, row, graph), slice(part * dim, (part + 1) * dim)
+    ids = [c for c in summaries[row, graph].tolist() if c >= 0 and index.size[at][c] > 0]
+    key = index.centroid[at][ids].double() * index.centroid_scale[at][ids, None].double()
+    key = key * index.channel_scale[at].double()
+    value = index.mean_value[at][ids].double()
+    return key[:, channels].cpu(), value[:, channels].cpu(), index.size[at][ids].double().cpu()
 
 
 def attended_positions(

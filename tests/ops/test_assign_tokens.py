@@ -290,3 +290,60 @@ def test_opcheck():
             SINKS, 0.5,
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "graphs"), [(2, 2), (2, 1), (3, 9)])
+def test_mean_values_move_like_mean_keys(heads, graphs):
+    """With the keys' means and keys in their place, they end the same, and nothing else ends otherwise."""
+    neighbor, weight, key_new, index, first = case(heads, graphs, 18)
+    index.mean_value.copy_(index.centroid_mean)
+    other = index.clone()
+    run(neighbor, weight, key_new, other, first)
+    new_value = torch.stack([torch.full_like(key_new[:, :, 0], torch.nan), key_new[:, :, 0]])
+    run(
+        neighbor,
+        weight,
+        key_new,
+        index,
+        first,
+        new_value=nominal_state(new_value),
+        mean_value=index.nominal("mean_value"),
+    )
+    assert torch.equal(index.mean_value.nan_to_num(), index.centroid_mean.nan_to_num())
+    assert not torch.equal(index.mean_value.nan_to_num(), other.mean_value.nan_to_num())
+    for name in STATE:
+        assert torch.equal(getattr(index, name).nan_to_num(), getattr(other, name).nan_to_num()), name
+
+
+def test_a_new_community_begins_with_the_new_value():
+    neighbor, weight, key_new, index, first = case()
+    neighbor.fill_(-1)
+    value = torch.randn_like(key_new[:, :, 0])
+    new_value = torch.stack([torch.full_like(value, torch.nan), value])
+    run(
+        neighbor,
+        weight,
+        key_new,
+        index,
+        first,
+        new_value=nominal_state(new_value),
+        mean_value=index.nominal("mean_value"),
+    )
+    assert torch.equal(index.mean_value[LAYER, :, :, 8], value)
+    assert index.size[LAYER, :, :, 8].eq(1).all()
+
+
+def test_a_new_value_needs_a_mean_to_move():
+    with pytest.raises(ValueError, match="mean_value must be given exactly where new_value is"):
+        run(*case(), new_value=torch.zeros(1))
+
+
+def test_opcheck_with_values():
+    neighbor, weight, key_new, index, first = case()
+    new = [torch.stack([tensor, tensor]) for tensor in (neighbor, weight, key_new[:, :, 0])]
+    state = [getattr(index, name).nan_to_num() for name in STATE]
+    torch.library.opcheck(
+        assign_tokens.default,
+        (*new, *state, index.capacity, torch.tensor([40]), torch.tensor(first, dtype=torch.int32), 2, 2, 5, 6, KAPPA, 2,
+         SINKS, 0.5, new[2], index.mean_value.nan_to_num()),
+    )  # fmt: skip

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.reference import attended
-from ckv_compile.testing import GARBAGE, attended_positions, nominal_cache, nominal_state, random_cache
+from ckv_compile.testing import (
+    GARBAGE,
+    attended_positions,
+    community_means,
+    nominal_cache,
+    nominal_state,
+    random_cache,
+    random_index,
+    random_summaries,
+)
 
 sparse_attention = torch.ops.ckv.sparse_attention
 CAPACITY = torch.zeros(4, dtype=torch.int32)  # the operator takes the number of the layer as an argument
@@ -40,11 +49,30 @@ class Case:
                 self.tokens[row, graph, :size] = own.to(torch.int32)
                 self.count[row, graph] = size
 
+    index = summaries = None
+
+    def summarize(self, reserved, communities=12, seed=0):
+        """Some of the communities of an index are attended by their means."""
+        batch, kv_heads, dim = self.key.shape[0], self.key.shape[1], self.key.shape[3]
+        self.index = random_index(
+            batch, self.graphs, dim * kv_heads if self.graphs == 1 else dim, self.first,
+            self.n_indexed[LAYER].tolist(), communities, num_sink_tokens=SINKS, dtype=self.key.dtype, seed=seed,
+        )  # fmt: skip
+        self.summaries = random_summaries(self.index, reserved, LAYER, seed)
+        return self
+
+    def described(self):
+        if self.summaries is None:
+            return ()
+        names = ("centroid", "centroid_scale", "channel_scale", "size", "mean_value")
+        return (self.summaries, *(self.index.nominal(name) for name in names))
+
     def run(self, sink_logits=None, scale=0.3):
         return sparse_attention(
             self.query, nominal_cache(self.key), nominal_cache(self.value, 2), self.tokens, self.count,
-            nominal_state(self.n_indexed), CAPACITY, torch.tensor([self.length], dtype=torch.int32),
-            torch.tensor(self.first, dtype=torch.int32), sink_logits, LAYER, scale, SINKS, WINDOW,
+            nominal_state(self.n_indexed), CAPACITY if self.index is None else self.index.capacity_of(LAYER),
+            torch.tensor([self.length], dtype=torch.int32), torch.tensor(self.first, dtype=torch.int32), sink_logits,
+            LAYER, scale, SINKS, WINDOW, *self.described(),
         )  # fmt: skip
 
     def positions(self, row, graph):
@@ -66,6 +94,14 @@ class Case:
                 keys = self.key[row, head // (heads // kv_heads), positions].double()
                 values = self.value[row, head // (heads // kv_heads), positions].double()
                 scores = keys @ self.query[row, head, query].double() * scale
+                if self.summaries is not None:
+                    part = head // (heads // kv_heads) if self.graphs == 1 else 0
+                    graph = head // (heads // self.graphs)
+                    means = community_means(
+                        self.index, self.summaries, LAYER, row, graph, part, self.key.shape[3]
+                    )  # fmt: skip
+                    own = means[0] @ self.query[row, head, query].double() * scale + means[2].log()
+                    scores, values = torch.cat([scores, own]), torch.cat([values, means[1]])
                 norm = torch.logsumexp(scores, 0)
                 if sink_logits is not None:
                     norm = torch.logaddexp(norm, sink_logits[head].double())
@@ -263,5 +299,102 @@ def test_opcheck(sinks, queries):
             case.query, case.key.nan_to_num(), case.value.nan_to_num(), case.tokens, case.count, case.n_indexed,
             CAPACITY, torch.tensor([case.length]), torch.tensor(case.first, dtype=torch.int32), sinks, LAYER, 0.3, SINKS,
             WINDOW,
+        ),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- communities by their means
+
+
+@pytest.mark.parametrize("reserved", [1, 5, 20])
+@pytest.mark.parametrize(("heads", "graphs"), GROUPINGS)
+def test_a_community_is_one_key_that_stands_for_its_tokens(heads, graphs, reserved):
+    case = Case(heads, graphs)
+    without = case.run()
+    case.summarize(reserved).check()
+    assert torch.equal(case.run(), without) == (reserved == 1)  # of one, -1 is all there is
+
+
+def test_equal_members_are_attended_as_if_each_were():
+    """Where all members of a community are alike, it and they give the same."""
+    case = Case(first=(0, 0), n_indexed=(60, 60), heads=(4, 2)).summarize(3)
+    members = torch.arange(20, 27)
+    case.index.centroid.fill_(127)
+    case.index.centroid_scale.fill_(0.01)
+    case.index.size.fill_(len(members))
+    case.summaries.fill_(-1)
+    for row in range(2):
+        for graph in range(2):
+            case.key[row, graph, members] = 1.27 * case.index.channel_scale[LAYER, row, graph]
+            case.value[row, graph, members] = case.index.mean_value[LAYER, row, graph, 1]
+    case.count[:] = len(members)
+    case.tokens[:, :, : len(members)] = members.int()
+    one_by_one = case.run()
+    case.count[:] = 0
+    case.summaries[..., 1] = 1
+    torch.testing.assert_close(case.run(), one_by_one)
+    case.summaries[..., 1] = -1
+    assert not torch.allclose(case.run(), one_by_one)
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, 0.0, torch.inf])
+def test_communities_and_sink_logits_share_the_softmax(sink):
+    sinks = torch.full((6,), sink)
+    sinks[1] = 0.25
+    Case().summarize(5).check(sinks)
+
+
+def test_rows_of_any_coverage_attend_to_communities():
+    Case(first=(61, 0), n_indexed=(0, 60), length=60).summarize(4).check()  # a row of padding gives zeros
+    Case(first=(0, 2), n_indexed=(4, 6), length=4).summarize(4).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_communities_in_low_precision_are_summed_in_float32(dtype):
+    case = Case(dtype=dtype).summarize(5)
+    got, want = case.run(), case.oracle()
+    assert got.dtype == dtype
+    assert (got.double() - want).abs().max() <= torch.finfo(dtype).eps * want.abs().max()
+
+
+def test_without_communities_everything_is_still_exact():
+    case = Case(first=(0, 0), n_indexed=(0, 0))
+    want = case.run()
+    case.summarize(4).summaries.fill_(-1)
+    assert torch.equal(case.run(), want)
+
+
+def test_communities_are_described_completely_and_for_one_query():
+    case = Case().summarize(4)
+    names = ("summaries", "centroid", "centroid_scale", "channel_scale", "size", "mean_value")
+    attended = (
+        case.query, case.key, case.value, case.tokens, case.count, case.n_indexed, case.index.capacity_of(LAYER),
+        torch.tensor([case.length]), torch.tensor(case.first), None, LAYER, 0.3, SINKS, WINDOW,
+    )  # fmt: skip
+    described = dict(zip(names, case.described(), strict=True))
+    for changes, message in (
+        ({"size": None}, "size must be given exactly where summaries are"),
+        ({"summaries": None}, "centroid must be given exactly where summaries are"),
+        ({"summaries": case.summaries.long()}, "summaries must be int32"),
+        ({"summaries": case.summaries[:, :1]}, r"summaries must be \[2, 2, any\] as tokens are"),
+        ({"mean_value": described["mean_value"].half()}, "mean_value must have value's dtype torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(*attended, **{**described, **changes})
+    with pytest.raises(ValueError, match="query must hold one token per row"):
+        sparse_attention(case.query.repeat(1, 1, 2, 1), *attended[1:], **described)
+
+
+def test_operator_contract_with_communities():
+    case = Case(dim=8).summarize(4)
+    case.index.centroid_scale.nan_to_num_()
+    case.index.mean_value.nan_to_num_()
+    index = case.index
+    torch.library.opcheck(
+        sparse_attention.default,
+        (
+            case.query, case.key.nan_to_num(), case.value.nan_to_num(), case.tokens, case.count, case.n_indexed,
+            index.capacity_of(LAYER), torch.tensor([case.length]), torch.tensor(case.first), None, LAYER, 0.3, SINKS,
+            WINDOW, case.summaries, index.centroid, index.centroid_scale, index.channel_scale, index.size, index.mean_value,
         ),
     )  # fmt: skip

@@ -2,7 +2,14 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.testing import attended_positions, nominal_cache, nominal_state, random_cache
+from ckv_compile.testing import (
+    attended_positions,
+    nominal_cache,
+    nominal_state,
+    random_cache,
+    random_index,
+    random_summaries,
+)
 
 ckv = torch.ops.ckv
 CAPACITY = torch.zeros(4, dtype=torch.int32)  # the operator takes the number of the layer as an argument
@@ -147,5 +154,62 @@ def test_opcheck(source, lists):
             query, key.nan_to_num(), value.nan_to_num(), tokens, count, state, CAPACITY, torch.tensor([length]),
             torch.tensor(first, dtype=torch.int32), None, torch.zeros(2, 2, lists, 4, dtype=torch.int32),
             torch.zeros(2, 2, lists, 4), torch.zeros(2, 2, 2, 8), LAYER, 0.3, SINKS, WINDOW, 4, source,
+        ),
+    )  # fmt: skip
+
+
+def described_by(arguments):
+    """(capacity, summaries and what describes them, new_value) for these arguments."""
+    query, key, _, tokens, _, state, _, first = arguments
+    graphs, dim = tokens.shape[1], key.shape[3] * (key.shape[1] if tokens.shape[1] == 1 else 1)
+    index = random_index(
+        query.shape[0], graphs, dim, first, state[LAYER].tolist(), 9, num_sink_tokens=SINKS, dtype=key.dtype
+    )
+    summaries = random_summaries(index, 4, LAYER)
+    index.centroid_scale.nan_to_num_()
+    index.mean_value.nan_to_num_()
+    means = (index.centroid, index.centroid_scale, index.channel_scale, index.size, index.mean_value)
+    return index.capacity_of(LAYER), (summaries, *means), torch.full((2, *key.shape[:2], key.shape[3]), torch.nan)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("graphs", [2, 1])
+def test_communities_change_the_output_but_no_edge_and_the_new_value_is_kept(source, graphs):
+    arguments = case(graphs=graphs, first=(0, 0))
+    query, key, value, tokens, count, state, length, first = arguments
+    neighbor, weight = run(arguments, source)
+    capacity, described, new_value = described_by(arguments)
+    attended = (
+        query, nominal_cache(key), nominal_cache(value), tokens, count, nominal_state(state), capacity,
+        torch.tensor([length]), torch.tensor(first, dtype=torch.int32), torch.linspace(-2, 2, query.shape[1]),
+    )  # fmt: skip
+    new = (
+        torch.zeros(2, *neighbor.shape, dtype=torch.int32),
+        torch.zeros(2, *weight.shape),
+        torch.zeros(2, *new_value[0].shape),
+    )
+    sizes = (LAYER, 0.3, SINKS, WINDOW)
+    out = ckv.sparse_attention_edges(*attended, *new, *sizes, 4, source, *described, new_value)
+    assert torch.equal(new[0][LAYER], neighbor)
+    assert torch.equal(new[1][LAYER], weight)
+    assert torch.equal(new_value[LAYER], value[:, :, length])
+    assert new_value[0].isnan().all()
+    assert torch.equal(out, ckv.sparse_attention(*attended, *sizes, *described))
+    assert not torch.allclose(out, ckv.sparse_attention(*attended, *sizes))
+    with pytest.raises(ValueError, match="new_value must be given exactly where summaries are"):
+        ckv.sparse_attention_edges(*attended, *new, *sizes, 4, source, *described)
+
+
+def test_opcheck_with_communities():
+    arguments = case(dim=8)
+    query, key, value, tokens, count, state, length, first = arguments
+    capacity, described, new_value = described_by(arguments)
+    torch.library.opcheck(
+        ckv.sparse_attention_edges.default,
+        (
+            query, key.nan_to_num(), value.nan_to_num(), tokens, count, state, capacity, torch.tensor([length]),
+            torch.tensor(first, dtype=torch.int32), None, torch.zeros(2, 2, 2, 4, dtype=torch.int32),
+            torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 8), LAYER, 0.3, SINKS, WINDOW, 4, "keys", *described,
+            new_value.nan_to_num(),
         ),
     )  # fmt: skip

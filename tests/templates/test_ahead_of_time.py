@@ -45,7 +45,9 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     assert status == 0, text[-3000:]
     print(text)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    assert {kernel["kernel"] for kernel in found} >= {"route", "retrieve", "sparse_attention", "merge_splits", "edges"}
+    assert {kernel["kernel"] for kernel in found} >= {
+        "route", "retrieve", "sparse_attention", "merge_splits", "edges", "select_summaries", "attend_summaries",
+    }  # fmt: skip
     assert [kernel for kernel in found if kernel["spilled"]] == []
     assert [kernel for kernel in found if kernel["shared"] > SHARED[architecture] * 1024] == []
 
@@ -55,10 +57,21 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
 POINTERS = {
     "LEFT_OUT": "fp32", "CENTROID": "i8", "CENTROID_SCALE": "fp32", "CHANNEL_SCALE": "fp32", "SCORES": "fp32",
     "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "ENTRIES": "i64", "WEIGHT": "fp32",
-    "NEW_WEIGHT": "fp32",
+    "NEW_WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32", "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32",
     "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
 }  # fmt: skip
-OF_THE_CACHE = {"QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "NEW_KEY", "CENTROID_MEAN", "SINK_LOGITS"}
+OF_THE_CACHE = {
+    "QUERY",
+    "KEY",
+    "VALUE",
+    "KEY_NEW",
+    "VALUE_NEW",
+    "NEW_KEY",
+    "CENTROID_MEAN",
+    "SINK_LOGITS",
+    "NEW_VALUE",
+    "MEAN_VALUE",
+}
 OF_THE_MODEL = {"INPUT", *(f"{kind}_{i}" for kind in ("WEIGHT", "BIAS") for i in range(4))}  # the others are int32
 
 
@@ -98,7 +111,17 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels(architecture):
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
-    from ckv_compile.lowering import append_kv, assign_tokens, edges, grouped_linear, retrieve, route, sparse_attention
+    from ckv_compile.lowering import (
+        append_kv,
+        assign_tokens,
+        attend_summaries,
+        edges,
+        grouped_linear,
+        retrieve,
+        route,
+        select_summaries,
+        sparse_attention,
+    )
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
@@ -126,7 +149,25 @@ def kernels(architecture):
 
     def listed(slots, has_log):
         constants = retrieve.constants_of(1, 8, 4096, 10, 64, has_log, slots) | retrieve.configs(slots)[0]
-        yield f"slots={slots} log={has_log}", "retrieve", ["attended"], constants, "i32", "bf16"
+        yield f"slots={slots} log={has_log}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
+
+    def summarized(dim, dtype, heads=32, kv_heads=8, graphs=8, reserved=64, values=False):
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        label = f"D={dim} {dtype} heads={heads}/{kv_heads} graphs={graphs} b={reserved} values={values}"
+        attends = sparse_attention.attend_constants(1, heads, kv_heads, dim, dim, 0.1, graphs, 4096, 10, 64)
+        constants = attend_summaries.constants_of(attends, reserved, torch_dtype, values=values)
+        constants |= attend_summaries.configs(torch_dtype, dim)[0]
+        yield label, "attend_summaries", [], constants, "fp32", dtype
+        merges = sparse_attention.merge_constants(1, heads, dim, attends["SPLITS"], has_sinks=True)
+        merges |= sparse_attention.merge_configs(merges)[0]
+        yield label, "merge_splits", [], {**merges, "SUMMARIES": reserved}, dtype, dtype
+
+    def selected(reserved):
+        constants = select_summaries.constants_of(1, 8, 4096, reserved, 10, 64) | select_summaries.configs()[0]
+        yield f"b={reserved}", "select_summaries", ["attended", "threshold"], constants, "i32", "bf16"
+        constants = retrieve.constants_of(1, 8, 4096, 10, 64, False, 2048, reserved=reserved)
+        constants |= retrieve.configs(2048)[0]
+        yield f"b={reserved}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
 
     def assigned(dim, dtype):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -138,6 +179,7 @@ def kernels(architecture):
         yield "8 graphs", "plan_tokens", [], plans | assign_tokens.plan_configs(plans)[0], "i32", dtype
         commits = assign_tokens.commit_constants(36, 1, 8, 8, dim, entries) | assign_tokens.commit_configs()[0]
         yield f"D={dim} {dtype}", "assign_tokens", [], commits, "i32", dtype
+        yield f"D={dim} {dtype} values", "assign_tokens", [], {**commits, "VALUES": True}, "i32", dtype
 
     def projected(rows, sizes, channels, dtype, biased=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -163,6 +205,13 @@ def kernels(architecture):
         yield from routed(128, score)
     for slots, has_log in ((2048, False), (2048, True), (4096, True)):
         yield from listed(slots, has_log)
+    for reserved in (4, 256):
+        yield from selected(reserved)
+    for dim, dtype in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")):
+        yield from summarized(dim, dtype)
+    yield from summarized(128, "bf16", graphs=1, values=True)
+    yield from summarized(128, "bf16", 64, 4, graphs=64, reserved=4, values=True)
+    yield from summarized(128, "bf16", 64, 1, graphs=1)
     yield from assigned(128, "bf16")
     for source in ("keys", "attention"):
         for dim, dtype in ((128, "bf16"), (256, "bf16"), (128, "fp32")):

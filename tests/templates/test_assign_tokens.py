@@ -44,7 +44,7 @@ def assign_case(
     return neighbor, weight, key_new, index, int32(*first)
 
 
-def check_assignment(case, length=40, lam=0.5):
+def check_assignment(case, length=40, lam=0.5, new_value=None):
     """Runs both and compares all state. Returns the communities of the token [B, G], -1 where it has none.
 
     Layer 0 gets the edges of the other one in another order.
@@ -57,15 +57,16 @@ def check_assignment(case, length=40, lam=0.5):
     ckv.assign_tokens(
         *(nominal_state(tensor) for tensor in new), *(expected.nominal(name) for name in ASSIGN_STATE),
         expected.capacity, int32(length), first, *new[0].shape[:1], *new[2].shape[2:], *neighbor.shape[1:], graphs, SINKS,
-        lam,
+        lam, *((nominal_state(new_value), expected.nominal("mean_value")) if new_value is not None else ()),
     )  # fmt: skip
     changed = IndexState(**{f.name: getattr(index, f.name).to(DEVICE) for f in dataclasses.fields(index)})
     *new, first, at = on_device(*new, first, int32(length))
-    done = rendered.assign_tokens(*new, changed, at, first, graphs, SINKS, lam)
+    values = () if new_value is None else (new_value.to(DEVICE), changed.mean_value)
+    done = rendered.assign_tokens(*new, changed, at, first, graphs, SINKS, lam, *values)
     for field in dataclasses.fields(index):
         getattr(index, field.name).copy_(getattr(changed, field.name))
         found, wanted = getattr(index, field.name), getattr(expected, field.name)
-        if field.name in ("community_weight", "total_weight", "centroid_mean", "centroid_scale"):
+        if field.name in ("community_weight", "total_weight", "centroid_mean", "centroid_scale", "mean_value"):
             rtol = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
             torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-6 if rtol == 2e-6 else 1e-4, equal_nan=True)
         elif field.name == "centroid":
@@ -198,3 +199,23 @@ def test_first_token_of_an_empty_index():
     neighbor[:] = -1
     chosen = check_assignment(case, length=4)
     assert chosen[0] == [0, 0]
+
+
+@pytest.mark.parametrize(("heads", "graphs", "lists"), GRAPHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_mean_values_move_with_the_new_value(heads, graphs, lists, dtype):
+    for seed, n_indexed in ((0, (40, 40)), (1, (40, 39))):
+        case = assign_case(heads, graphs, lists, n_indexed=n_indexed, seed=seed, dtype=dtype)
+        before = case[3].mean_value.clone()
+        value = torch.randn(2, 2, heads, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        check_assignment(case, new_value=value)
+        moved = (case[3].mean_value.nan_to_num(7) != before.nan_to_num(7)).flatten(3).any(-1)
+        assert moved[LAYER].tolist() == [[n == 40] * graphs for n in n_indexed]
+
+
+def test_a_new_community_begins_with_the_new_value():
+    case = assign_case()
+    case[0].fill_(-1)
+    value = torch.randn(2, 2, 2, 8, generator=torch.Generator().manual_seed(0))
+    assert check_assignment(case, new_value=value) == [[8, 8], [8, 8]]
+    assert torch.equal(case[3].mean_value[LAYER, :, :, 8], value[LAYER])

@@ -8,7 +8,14 @@ import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile import rendered
-from ckv_compile.testing import GARBAGE, attended_positions, random_cache
+from ckv_compile.testing import (
+    GARBAGE,
+    attended_positions,
+    community_means,
+    random_cache,
+    random_index,
+    random_summaries,
+)
 
 SINKS, WINDOW, LAYER, SCALE = 4, 6, 1, 0.3
 SMALL = {"SPLITS": 4, "BLOCK_N": 16, "LIST_N": 16}
@@ -43,14 +50,33 @@ class Case:
                 self.count[row, graph] = size
         self.tokens, self.count = self.tokens.to(device), self.count.to(device)
 
+    index = summaries = None
+
+    def summarize(self, reserved, communities=12, seed=0):
+        """Some of the communities of an index are attended by their means."""
+        (batch, kv_heads, _, dim), graphs = self.key.shape, self.tokens.shape[1]
+        self.index = random_index(
+            batch, graphs, dim * kv_heads if graphs == 1 else dim, self.first, self.covered, communities,
+            num_sink_tokens=SINKS, dtype=self.key.dtype, seed=seed,
+        )  # fmt: skip
+        self.summaries = random_summaries(self.index, reserved, LAYER, seed).to(self.query.device)
+        return self
+
+    def described(self):
+        if self.summaries is None:
+            return ()
+        names = ("centroid", "centroid_scale", "channel_scale", "size", "mean_value")
+        return (self.summaries, *(getattr(self.index, name).to(self.query.device) for name in names))
+
     def run(self, sink_logits=None, **tuned):
         device, lists = self.query.device, self.n_indexed
-        capacity = torch.tensor([GARBAGE, GARBAGE, GARBAGE, LAYER], dtype=torch.int32, device=device)
+        room = GARBAGE if self.index is None else int(self.index.capacity[0])
+        capacity = torch.tensor([room, GARBAGE, GARBAGE, LAYER], dtype=torch.int32, device=device)
         return rendered.sparse_attention(
             self.query, self.key[:, :, :1], self.value[:, :, :2], self.tokens, self.count, lists, capacity,
             torch.tensor([self.length], dtype=torch.int32, device=device),
             torch.tensor(self.first, dtype=torch.int32, device=device), sink_logits, LAYER, SCALE, SINKS, WINDOW,
-            **{**SMALL, **tuned},
+            self.described(), **{**SMALL, **tuned},
         )  # fmt: skip
 
     def oracle(self, sink_logits=None):
@@ -65,11 +91,19 @@ class Case:
                 positions = [p for part in attended_positions(listed, *span) for p in part if p <= self.length + new]
                 if not positions:
                     continue
-                scores = key[row, kv_head, positions] @ query[row, head, new] * SCALE
+                scores, values = (
+                    key[row, kv_head, positions] @ query[row, head, new] * SCALE,
+                    value[row, kv_head, positions],
+                )
+                if self.summaries is not None:
+                    part = kv_head if graphs == 1 else 0
+                    means = community_means(self.index, self.summaries.cpu(), LAYER, row, graph, part, key.shape[3])
+                    scores = torch.cat([scores, means[0] @ query[row, head, new] * SCALE + means[2].log()])
+                    values = torch.cat([values, means[1]])
                 norm = torch.logsumexp(scores, 0)
                 if sink_logits is not None:
                     norm = torch.logaddexp(norm, sink_logits[head].cpu().double())
-                out[row, head, new] = torch.exp(scores - norm) @ value[row, kv_head, positions]
+                out[row, head, new] = torch.exp(scores - norm) @ values
         return out
 
     def check(self, sink_logits=None, **tuned):
@@ -201,3 +235,48 @@ def test_tokens_beyond_2_to_the_31_elements_are_read(device):
         buffers.append(view)
     case.key, case.value = buffers
     case.check()
+
+
+# ---------------------------------------------------------------------- communities by their means
+
+
+@pytest.mark.parametrize("reserved", [1, 4, 16, 17, 40])
+def test_communities_join_the_softmax(device, reserved):
+    case = Case(device)
+    without = case.check()
+    assert torch.equal(case.summarize(reserved, communities=50).check(), without) == (reserved == 1)
+
+
+@pytest.mark.parametrize(("heads", "graphs"), [((6, 2), 2), ((6, 2), 6), ((6, 2), 1), ((16, 1), 1), ((3, 3), 3)])
+def test_communities_of_any_grouping(device, heads, graphs):
+    Case(device, heads, graphs).summarize(9).check()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_communities_in_every_precision(device, dtype, dim):
+    Case(device, (2, 1), 1, dim=dim, dtype=dtype).summarize(9).check()
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 0.0, math.inf])
+def test_communities_and_sink_logits(device, sink):
+    sinks = torch.full((4,), sink, device=device)
+    sinks[1] = 0.25
+    Case(device).summarize(5).check(sinks)
+
+
+@pytest.mark.parametrize(
+    ("first", "n_indexed", "length"), [((0, 5), (0, 0), 50), ((0, 61), (0, 0), 60), ((0, 3), (5, 6), 5)]
+)
+def test_rows_without_communities_are_as_before(device, first, n_indexed, length):
+    case = Case(device, first=first, n_indexed=n_indexed, length=length)
+    without = case.check()
+    case.summarize(5)
+    case.summaries.fill_(-1)
+    assert torch.equal(case.check(), without)
+
+
+def test_a_community_of_far_larger_or_smaller_score_than_the_tokens(device):
+    for factor in (200, -200):
+        case = Case(device).summarize(5)
+        case.index.centroid_scale.mul_(factor)
+        case.check()

@@ -5,7 +5,7 @@ import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile import rendered
-from ckv_compile.testing import nominal_cache, random_cache
+from ckv_compile.testing import nominal_cache, random_cache, random_index, random_summaries
 
 SINKS, WINDOW, LAYER, SCALE = 4, 6, 1, 0.2
 CAPACITY = torch.tensor([0, 0, 0, LAYER], dtype=torch.int32)
@@ -169,3 +169,39 @@ def test_zero_keys_have_finite_similarity(graphs):
 @pytest.mark.parametrize("source", SOURCES)
 def test_default_configuration(source):
     check(attended_case((4, 1), 1, (3,), (400,), 430, 128, 300), 8, source, SPLITS=64, BLOCK_N=64, LIST_N=64)
+
+
+@pytest.mark.parametrize(("source", "graphs"), [("keys", 2), ("keys", 1), ("attention", 2), ("attention", 4)])
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_communities_change_no_edge_and_the_new_value_is_kept(source, graphs, sink):
+    case = attended_case((4, 2), graphs)
+    query, key, value, tokens, count, state, length, first = case
+    batch, heads, _, dim = key.shape
+    index = random_index(
+        batch, graphs, dim * heads if graphs == 1 else dim, first.tolist(), state[LAYER].tolist(), 12,
+        num_sink_tokens=SINKS,
+    )  # fmt: skip
+    summaries = random_summaries(index, 6, LAYER)
+    names = ("centroid", "centroid_scale", "channel_scale", "size", "mean_value")
+    logits = None if sink is None else torch.full((4,), sink)
+    want = torch.ops.ckv.sparse_attention(
+        query.double(), nominal_cache(key.double()), nominal_cache(value.double()), tokens, count, state.flatten()[:1],
+        index.capacity_of(LAYER), length, first, logits, LAYER, SCALE, SINKS, WINDOW, summaries,
+        *(index.nominal(name) for name in names[:4]), index.mean_value.double().flatten()[:1],
+    )  # fmt: skip
+    _, (neighbor, weight, new_key, without) = both(case, 5, source, logits, SPLITS=4)
+    found = [tensor.to(DEVICE) for tensor in new_state(case, 5, source, key.dtype)]
+    new_value = rendered.poisoned((2, batch, heads, dim), key.dtype, DEVICE)
+    given = [tensor.to(DEVICE) for tensor in (query, key, value, tokens, count, state)]
+    at = [tensor.to(DEVICE) for tensor in (index.capacity_of(LAYER), length, first)]
+    described = (summaries.to(DEVICE), *(getattr(index, name).to(DEVICE) for name in names), new_value)
+    got = rendered.sparse_attention_edges(
+        *given, *at, None if logits is None else logits.to(DEVICE), *found, LAYER, SCALE, SINKS, WINDOW, 5, source,
+        described, SPLITS=4, BLOCK_N=16, LIST_N=16,
+    ).cpu()  # fmt: skip
+    assert (got.double() - want).norm() <= 1e-6 * want.norm()
+    assert not torch.allclose(got, without)
+    for tensor, alone in zip(found, (neighbor, weight, new_key), strict=True):
+        assert torch.equal(tensor[LAYER].cpu().nan_to_num(7), alone.nan_to_num(7))
+    assert torch.equal(new_value[LAYER].cpu(), value[:, :, int(length)])
+    assert new_value[0].isnan().all()
