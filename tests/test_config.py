@@ -35,7 +35,13 @@ def test_options_are_frozen():
         ({"append_block": 4096}, ValueError, r"append_block.*at most block_size \(2048\), got 4096"),
         ({"strict": 1}, TypeError, r"strict.*True or False, got 1"),
         ({"workers": -1}, ValueError, r"workers.*at least 0, got -1"),
-        ({"centroid_budget": 64}, ValueError, r"centroid_budget.*must be 0, got 64"),
+        ({"centroid_budget": -1}, ValueError, r"centroid_budget.*at least 0, got -1"),
+        ({"centroid_budget": 6.5}, TypeError, r"centroid_budget.*must be an integer, got 6.5"),
+        (
+            {"centroid_budget": 64, "budget": 138},
+            ValueError,
+            r"budget.*num_sink_tokens \+ recent_window \+ 1 \+ centroid_budget \(139\), got 138; raise options\['budget'\]",
+        ),
         ({"buget": 256}, ValueError, r"unknown option 'buget'.*did you mean 'budget'"),
         ({"partition_timeout": -1}, ValueError, r"partition_timeout.*got -1"),
     ],
@@ -64,8 +70,8 @@ def test_every_option_is_part_of_the_cache_key():
         "recent_window": 32, "budget": 512, "min_context": 0, "refresh_interval": 64, "graph_aggregation": "layer",
         "topk": "exact", "append": "assign", "leiden_engine": "igraph", "workers": 7, "partition_timeout": 1.0, "seed": 3,
         "cuda_graphs": False, "deferred_stop": False, "group_projections": "inputs", "deterministic": True,
-        "strict": True,
+        "strict": True, "centroid_budget": 64,
     }  # fmt: skip
-    assert set(changed) == set(CommunityConfig.option_names()) - {"centroid_budget"}
+    assert set(changed) == set(CommunityConfig.option_names())
     digests = {CommunityConfig(**{name: value}).digest() for name, value in changed.items()}
     assert len(digests | {CommunityConfig().digest()}) == len(changed) + 1

@@ -46,11 +46,11 @@ def turns(family: str, cache: str, lengths: tuple[int, ...] = (40, 1, 5)) -> tup
     return captured_turns(family, cache, any(FIRST[family]), lengths, **sizes)
 
 
-def decode_text(cache: str, graph: str) -> str:
+def decode_text(cache: str, graph: str, **options) -> str:
     """The same text for every layer of every family: they differ outside of attention only."""
     texts = {}
     for family in FULL_ATTENTION_FAMILIES:
-        result = rewritten(turns(family, cache)[DECODE], CommunityConfig(graph=graph, **EXACT))
+        result = rewritten(turns(family, cache)[DECODE], CommunityConfig(graph=graph, **EXACT, **options))
         for layer in range(len(result.sites)):
             texts.setdefault(rewritten_text(result, layer), []).append(f"layer {layer} of {family}")
     assert len(texts) == 1, f"these differ: {'; '.join(', '.join(names) for names in texts.values())}"
@@ -82,6 +82,70 @@ retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_me
 sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
     ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
 ckv_length.add_(1)""",
+    )
+
+
+def test_decode_with_a_centroid_budget():
+    assert_expected_inline(
+        decode_text("dynamic", "keys", centroid_budget=4),
+        """\
+decode, dynamic cache; past K and V are not inputs, K and V are not outputs
+ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
+    [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
+    [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
+    [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
+    ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_mean_value float32 [1]
+ckv_length.to(torch.int64) -> model
+append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False, num_new=1,
+    reserved=4) -> [0] -> sparse_attention, [1] -> sparse_attention
+select_summaries(ckv_scores, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length,
+    ckv_first, ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, reserved=4, num_sink_tokens=1,
+    recent_window=2) -> sparse_attention
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2,
+    select_summaries, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_mean_value) -> model
+ckv_length.add_(1)""",
+    )
+
+
+def test_decode_with_a_centroid_budget_and_assignment():
+    assert_expected_inline(
+        decode_text("static", "attention", centroid_budget=4),
+        """\
+decode, static cache; past K and V are inputs, K and V are not outputs
+ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
+    ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
+    ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
+    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
+    [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
+    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight
+    float32 [1]; ckv_new_key float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
+    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True, num_new=1,
+    reserved=4) -> [0] -> sparse_attention_edges, [1] -> sparse_attention_edges
+select_summaries(ckv_scores, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position,
+    ckv_first, ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, reserved=4, num_sink_tokens=1,
+    recent_window=2) -> sparse_attention_edges
+sparse_attention_edges(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L, scale=0.25,
+    num_sink_tokens=1, recent_window=2, kappa=8, source='attention', select_summaries, ckv_centroid,
+    ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_mean_value, ckv_new_value) -> model
+assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
+    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value,
+    ckv_mean_value)""",
     )
 
 

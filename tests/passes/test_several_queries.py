@@ -32,6 +32,12 @@ def test_tokens_that_are_assigned_are_exact(options):
     assert reason == "several new tokens at a time are not assigned to communities"
 
 
+def test_tokens_that_attend_to_means_of_communities_are_exact():
+    queries, reason = step_queries(sites(1), CommunityConfig(centroid_budget=4))
+    assert queries is None
+    assert reason == "several new tokens at a time do not attend to means of communities (centroid_budget)"
+
+
 @pytest.mark.parametrize(("heads", "queries"), [(12, 5), (13, None)])
 def test_more_rows_than_the_kernels_hold_are_exact(heads, queries):
     wide = [dataclasses.replace(site, num_query_heads=heads, num_kv_heads=1) for site in sites(1)]

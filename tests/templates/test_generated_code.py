@@ -23,8 +23,8 @@ from ckv_compile.testing import captured_turns, rewritten
 DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that this template has and none after it
-    "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "CENTROID": "route", "MEMBER": "retrieve",
-    "VALUE": "sparse_attention", "TOTAL": "merge_splits", "TOKENS": "edges",
+    "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
+    "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries", "VALUE": "sparse_attention", "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
 
@@ -245,6 +245,89 @@ plan_tokens 2x2x1 new_neighbor new_weight label community_weight total_weight ga
 assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
     stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
+    )
+
+
+def test_communities_that_are_not_retrieved_are_selected_and_attended():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", centroid_budget=4)),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
+select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_0
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 8x1x1
+append_kv 4x1x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
+select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 8x1x1
+fused length!""",
+    )
+
+
+def test_mean_values_are_kept_where_tokens_are_assigned():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", append="assign", centroid_budget=4)),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
+    first tally
+select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_0 value_0 length new_value
+sparse_attention 32x4x1 key_0 value_0 n_indexed capacity_0 length first new_key
+merge_splits 8x1x1 capacity_0 new_neighbor new_weight
+append_kv 4x1x1 length key_1 value_1
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
+    first tally
+select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1 value_1 length new_value
+sparse_attention 32x4x1 key_1 value_1 n_indexed capacity_1 length first new_key
+merge_splits 8x1x1 capacity_1 new_neighbor new_weight
+plan_tokens 4x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed
+    log_first capacity_0 length first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+    stored size num_communities n_indexed log_community label community_weight total_weight new_value mean_value
+fused length!""",
+    )
+
+
+def test_means_of_all_heads_are_attended_by_their_own():
+    assert_expected_inline(
+        launches(*decode_step("static", append="assign", graph_aggregation="layer", centroid_budget=4)),
+        """\
+fused cumulative_length_0 key_0!
+fused cumulative_length_0!
+fused value_0!
+route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first
+    tally
+select_summaries 2x1x1 scores size num_communities n_indexed capacity_0 first tally
+edges 64x2x1 key_0 n_indexed capacity_0 first new_key
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_0 value_0 new_value
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 first
+merge_splits 8x1x1 capacity_0 new_neighbor new_weight
+fused cumulative_length_1!
+fused key_1!
+fused value_1!
+route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first
+    tally
+select_summaries 2x1x1 scores size num_communities n_indexed capacity_1 first tally
+edges 64x2x1 key_1 n_indexed capacity_1 first new_key
+attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1 value_1 new_value
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
+merge_splits 8x1x1 capacity_1 new_neighbor new_weight
+plan_tokens 2x2x1 new_neighbor new_weight label community_weight total_weight gamma num_communities n_indexed
+    log_first capacity_0 first edge_neighbor edge_weight
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size
+    num_communities n_indexed log_community label community_weight total_weight new_value mean_value""",
     )
 
 
