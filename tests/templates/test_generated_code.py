@@ -24,7 +24,8 @@ DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that this template has and none after it
     "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
-    "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries", "VALUE": "sparse_attention", "TOTAL": "merge_splits", "TOKENS": "edges",
+    "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries", "VALUE": "sparse_attention",
+    "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
 
