@@ -345,3 +345,33 @@ def assign_token(neighbor, weight, key_new, state, length, first, layer, num_gra
 def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:
     """Memory that shows whatever a kernel left unwritten: NaN, or a large negative integer."""
     return torch.full(shape, torch.nan if dtype.is_floating_point else -0x5A5A5A5A, dtype=dtype, device=device)
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+def topk_prefill(query, key, value, length, first, scale, sinks, kappa, sink_logits=None, topk="fast", **tuned):
+    """``ckv::topk_prefill`` by its kernels: (out, neighbor, weight); out alone with kappa 0."""
+    from ckv_compile.lowering import topk_prefill as lowering
+
+    (batch, heads, queries, dim), value_dim = query.shape, value.shape[3]
+    constants = lowering.attend_constants(
+        heads, key.shape[1], dim, value_dim, scale, sinks, kappa, exact=topk == "exact",
+        has_sinks=sink_logits is not None, tma=False,
+    )  # fmt: skip
+    constants |= {**lowering.attend_configs(query.dtype, dim, kappa, exact=topk == "exact")[0], **tuned}
+    out = poisoned((batch, queries, heads, value_dim), query.dtype, query.device)
+    shape = (batch, heads, queries, kappa)
+    tensors = {
+        "QUERY": query, "KEY": key, "VALUE": value, "LENGTH": length, "FIRST": first, "SINK_LOGITS": sink_logits,
+        "CELL": poisoned(shape, torch.int32, query.device), "WEIGHT": poisoned(shape, torch.float32, query.device),
+    }  # fmt: skip
+    grid = (-(-queries // constants["BLOCK_M"]), heads, batch)
+    RenderedKernel("topk_prefill", [], constants)(grid, tensors, out)
+    if not kappa:
+        return out.transpose(1, 2)
+    looked = lowering.look_up_constants(constants)
+    looked |= lowering.look_up_configs(looked)[0]
+    neighbor = poisoned(shape, torch.int32, query.device)
+    RenderedKernel("topk_neighbors", [], looked)((-(-queries // looked["ROWS"]), heads, batch), tensors, neighbor)
+    return out.transpose(1, 2), neighbor, tensors["WEIGHT"]
