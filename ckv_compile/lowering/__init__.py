@@ -13,9 +13,10 @@ from ckv_compile.lowering import (
     retrieve,
     route,
     sparse_attention,
+    topk_prefill,
 )
 
 __all__ = [
     "append_kv", "approximate_edges", "assign_token", "grouped_linear", "key_edges", "retrieve", "route",
-    "sparse_attention",
+    "sparse_attention", "topk_prefill",
 ]  # fmt: skip

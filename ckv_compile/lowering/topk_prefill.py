@@ -10,7 +10,7 @@ from torch._inductor.lowering import fallback_handler, permute, register_lowerin
 from torch._inductor.virtualized import V
 
 from ckv_compile.lowering.edges import NO_ENTRY
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2
 
 _op = torch.ops.ckv.topk_prefill.default
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,3 +75,76 @@ def look_up_configs(constants: dict[str, Any]) -> list[Config]:
     candidates = constants["BLOCK_K"] * constants["BLOCK_N"] // constants["GROUPS"]
     rows = max(1, (1 << 14) // (candidates * constants["BLOCK_D"]))
     return [{"ROWS": rows, "num_warps": 4, "num_stages": 1}]
+
+
+@register_lowering(_op, type_promotion_kind=None)
+def topk_prefill(
+    query: Any, key: Any, value: Any, length: Any, first: Any, ticket: Any, scale: float, num_sink_tokens: int, kappa: int,
+    sink_logits: Any | None, topk: str = "fast",
+) -> list[Any]:  # fmt: skip
+    if not _applies(query, key, value, kappa):
+        return fallback_handler(_op)(
+            query, key, value, length, first, ticket, scale, num_sink_tokens, kappa, sink_logits, topk
+        )
+    device, dtype = query.get_device(), query.get_dtype()
+    batch, _, queries, _ = query.get_size()  # may be symbols
+    (heads, dim), (kv_heads, value_dim) = _static(query, 1, 3), (*_static(key, 1), *_static(value, 3))
+    query, key, value = fixed(query, key, value)
+    length, first = (on_device(node, device) for node in fixed(length, first))
+    constants = attend_constants(
+        heads, kv_heads, dim, value_dim, scale, num_sink_tokens, kappa, exact=topk == "exact",
+        has_sinks=sink_logits is not None, tma=has_tma(device) and all(fits_tma(node) for node in (key, value)),
+    )  # fmt: skip
+    configs = attend_configs(dtype, max(dim, value_dim), kappa, exact=topk == "exact")
+    lists = [batch, heads, queries, kappa]
+    cell, weight = empty(lists, torch.int32, device), empty(lists, torch.float32, device)
+    sinks = [] if sink_logits is None else fixed(sink_logits)
+    out = attend(
+        [query, key, value, length, first, *sinks, cell, weight], ([batch, queries, heads, value_dim], dtype),
+        [cell, weight], constants, configs[:1],
+    )  # fmt: skip
+    looks = look_up_constants({**constants, **configs[0]})
+    neighbor = look_up(
+        [query, key, length, first, *fixed(cell), weight], (lists, torch.int32), [weight], looks, look_up_configs(looks)
+    )
+    return [permute(out, [0, 2, 1, 3]), neighbor, weight]
+
+
+def _applies(query: Any, key: Any, value: Any, kappa: int) -> bool:
+    (dim,), (value_dim,) = _static(query, 3), _static(value, 3)
+    return (
+        query.get_device().type == "cuda"
+        and query.get_dtype() in DTYPES
+        and max(dim, value_dim) <= MOST_DIM
+        and LEAST_KAPPA <= kappa <= MOST_KAPPA
+    )
+
+
+def _static(node: Any, *dimensions: int) -> list[int]:
+    sizes = node.get_size()
+    return [V.graph.sizevars.guard_int(sizes[dimension]) for dimension in dimensions]
+
+
+def has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def fits_tma(node: Any) -> bool:
+    """Whether a cache can be read by the copy engine: rows of 16 bytes, whatever the sizes are."""
+    *outer, last = node.get_stride()
+    per_16 = 16 // node.get_dtype().itemsize
+    multiple = V.graph.sizevars.statically_known_multiple_of
+    return V.graph.sizevars.statically_known_equals(last, 1) and all(
+        multiple(number, per_16) for number in (*outer, node.get_size()[3], node.get_layout().offset)
+    )
+
+
+def on_device(node: Any, device: torch.device) -> Any:
+    """A host tensor of the graph's arguments on the device: copied once per graph, and nobody waits for it."""
+    if node.get_device() == device:
+        return node
+    copies = V.graph.__dict__.setdefault("ckv_device_copies", {})
+    name = node.get_name()
+    if name not in copies:
+        (copies[name],) = fixed(ir.TensorBox.create(ir.DeviceCopy.create(node, device, True)))
+    return copies[name]
