@@ -6,6 +6,7 @@ a GPU. Tests use it; nothing at run time does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import jinja2
 import torch
+import triton
 
 from ckv_compile.templates import load_template
 
@@ -34,6 +36,8 @@ class RenderedKernel:
     def __call__(self, grid: tuple[int, int, int], tensors: dict[str, Any], output: torch.Tensor) -> Any:
         """Launch with the tensors by name. Sizes and strides that the kernel asks for are taken from them."""
         tensors = {**tensors, "OUT": output}
+        if self.constants.get("TMA"):
+            triton.set_allocator(_scratch)  # for the descriptors
         return self.kernel[grid](*self.values(tensors), **self.options)
 
     def values(self, tensors: dict[str, Any]) -> list[Any]:
@@ -78,6 +82,10 @@ class RenderedKernel:
         head = f"@triton.jit\ndef kernel({', '.join(self.names())}):\n"
         head += "".join(f"    {name}: tl.constexpr = {value}\n" for name, value in self.constants.items())
         return "import triton\nimport triton.language as tl\n\n\n" + body.replace("<DEFINITION>", head, 1)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _load(text: str) -> Any:
@@ -351,27 +359,49 @@ def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:
 
 
 def topk_prefill(query, key, value, length, first, scale, sinks, kappa, sink_logits=None, topk="fast", **tuned):
-    """``ckv::topk_prefill`` by its kernels: (out, neighbor, weight); out alone with kappa 0."""
+    """``ckv::topk_prefill`` by its kernels: (out, neighbor, weight); (out, None, None) with kappa 0."""
+    launches, results = topk_prefill_launches(
+        query, key, value, length, first, scale, sinks, kappa, sink_logits, topk, **tuned
+    )
+    for launch in launches:
+        launch()
+    return results
+
+
+def topk_prefill_launches(
+    query, key, value, length, first, scale, sinks, kappa, sink_logits=None, topk="fast", TMA=False, look=None, **tuned
+):  # fmt: skip
+    """Its kernels as functions to be called in order, and the results that they write."""
     from ckv_compile.lowering import topk_prefill as lowering
 
-    (batch, heads, queries, dim), value_dim = query.shape, value.shape[3]
+    (batch, heads, queries, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
+    exact = topk == "exact" and kappa > 0
     constants = lowering.attend_constants(
-        heads, key.shape[1], dim, value_dim, scale, sinks, kappa, exact=topk == "exact",
-        has_sinks=sink_logits is not None, tma=False,
-    )  # fmt: skip
-    constants |= {**lowering.attend_configs(query.dtype, dim, kappa, exact=topk == "exact")[0], **tuned}
+        heads, kv_heads, dim, value_dim, scale, sinks, kappa, exact=exact, has_sinks=sink_logits is not None, tma=TMA
+    )
+    constants |= {**lowering.attend_configs(query.dtype, max(dim, value_dim), kappa, exact=exact)[0], **tuned}
     out = poisoned((batch, queries, heads, value_dim), query.dtype, query.device)
-    shape = (batch, heads, queries, kappa)
     tensors = {
         "QUERY": query, "KEY": key, "VALUE": value, "LENGTH": length, "FIRST": first, "SINK_LOGITS": sink_logits,
-        "CELL": poisoned(shape, torch.int32, query.device), "WEIGHT": poisoned(shape, torch.float32, query.device),
     }  # fmt: skip
-    grid = (-(-queries // constants["BLOCK_M"]), heads, batch)
-    RenderedKernel("topk_prefill", [], constants)(grid, tensors, out)
+
+    def launch(name, constants, grid, output):
+        return functools.partial(RenderedKernel(name, [], constants), grid, tensors, output)
+
+    launches = [launch("topk_prefill", constants, (-(-queries // constants["BLOCK_M"]), heads, batch), out)]
     if not kappa:
-        return out.transpose(1, 2)
-    looked = lowering.look_up_constants(constants)
-    looked |= lowering.look_up_configs(looked)[0]
-    neighbor = poisoned(shape, torch.int32, query.device)
-    RenderedKernel("topk_neighbors", [], looked)((-(-queries // looked["ROWS"]), heads, batch), tensors, neighbor)
-    return out.transpose(1, 2), neighbor, tensors["WEIGHT"]
+        return launches, (out.transpose(1, 2), None, None)
+    lists, device = (batch, heads, queries, kappa), query.device
+    neighbor, cell = poisoned(lists, torch.int32, device), poisoned(lists, torch.int32, device)
+    weight = poisoned(lists, torch.float32, device)
+    tensors |= {"CELL": cell, "WEIGHT": weight, "NEIGHBOR": neighbor}
+    looks = lowering.look_up_constants(constants)
+    looks |= {**lowering.look_up_configs(looks)[0], **(look or {})}
+    launches.append(launch("topk_neighbors", looks, (-(-queries // looks["ROWS"]), heads, batch), neighbor))
+    if exact:
+        tensors["COUNT"] = poisoned((batch, kv_heads), torch.int32, device)
+        tensors["DOUBTFUL"] = poisoned((batch, kv_heads, heads // kv_heads * queries), torch.int32, device)
+        repairs = lowering.repair_constants(looks) | lowering.repair_configs(query.dtype, dim)[0]
+        had = poisoned((batch, kv_heads, repairs["PROGRAMS"]), torch.int32, device)
+        launches.append(launch("topk_repair", repairs, (repairs["PROGRAMS"], kv_heads, batch), had))
+    return launches, (out.transpose(1, 2), neighbor, weight)

@@ -16,10 +16,13 @@ _op = torch.ops.ckv.topk_prefill.default
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_KAPPA, MOST_KAPPA, MOST_DIM = 2, 32, 256
 
-# A program per block of queries, query head and row; then one per few queries.
+PROGRAMS = 64  # of a KV head, which share its doubtful rows
+
+# A program per block of queries, query head and row; then one per few queries; then a fixed number per KV head.
 attend = Template(
     "topk_prefill", sized_grid=lambda sizes, meta, cdiv: (cdiv(sizes[1], meta["BLOCK_M"]), meta["HEADS"], sizes[0])
 )
+repair = Template("topk_repair", sized_grid=lambda sizes, meta, cdiv: (sizes[2], sizes[1], sizes[0]))
 look_up = Template(
     "topk_neighbors", sized_grid=lambda sizes, meta, cdiv: (cdiv(sizes[2], meta["ROWS"]), meta["HEADS"], sizes[0])
 )
@@ -66,7 +69,7 @@ def attend_configs(dtype: torch.dtype, dim: int, kappa: int, *, exact: bool) -> 
 
 def look_up_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """The second kernel's constants, from the first one's with its configuration."""
-    names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K", "BLOCK_N", "GROUPS")
+    names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K", "EXACT", "BLOCK_N", "GROUPS")
     return {**{name: constants[name] for name in names}, "NO_ENTRY": NO_ENTRY}
 
 
@@ -75,6 +78,17 @@ def look_up_configs(constants: dict[str, Any]) -> list[Config]:
     candidates = constants["BLOCK_K"] * constants["BLOCK_N"] // constants["GROUPS"]
     rows = max(1, (1 << 14) // (candidates * constants["BLOCK_D"]))
     return [{"ROWS": rows, "num_warps": 4, "num_stages": 1}]
+
+
+def repair_constants(constants: dict[str, Any]) -> dict[str, Any]:
+    """The third kernel's constants, from the second one's."""
+    names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K", "NO_ENTRY")
+    return {**{name: constants[name] for name in names}, "PROGRAMS": PROGRAMS}
+
+
+def repair_configs(dtype: torch.dtype, dim: int) -> list[Config]:
+    rows, keys = (32, 32) if dtype.itemsize == 4 or dim > 128 else (64, 64)
+    return [{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}]
 
 
 @register_lowering(_op, type_promotion_kind=None)
@@ -99,14 +113,25 @@ def topk_prefill(
     lists = [batch, heads, queries, kappa]
     cell, weight = empty(lists, torch.int32, device), empty(lists, torch.float32, device)
     sinks = [] if sink_logits is None else fixed(sink_logits)
+    exact = []
+    if topk == "exact":
+        doubtful = empty([batch, kv_heads, heads // kv_heads * queries], torch.int32, device)
+        exact = [doubtful, empty([batch, kv_heads], torch.int32, device)]
     out = attend(
-        [query, key, value, length, first, *sinks, cell, weight], ([batch, queries, heads, value_dim], dtype),
-        [cell, weight], constants, configs[:1],
+        [query, key, value, length, first, *sinks, cell, weight, *exact[1:]],
+        ([batch, queries, heads, value_dim], dtype), [cell, weight, *exact[1:]], constants, configs[:1],
     )  # fmt: skip
     looks = look_up_constants({**constants, **configs[0]})
     neighbor = look_up(
-        [query, key, length, first, *fixed(cell), weight], (lists, torch.int32), [weight], looks, look_up_configs(looks)
-    )
+        [query, key, length, first, *fixed(cell), weight, *exact], (lists, torch.int32), [weight, *exact], looks,
+        look_up_configs(looks),
+    )  # fmt: skip
+    if topk == "exact":
+        (neighbor,) = fixed(neighbor)
+        repair(
+            [query, key, length, first, *exact, neighbor, weight], ([batch, kv_heads, PROGRAMS], torch.int32),
+            [neighbor, weight], repair_constants(looks), repair_configs(dtype, dim),
+        )  # fmt: skip
     return [permute(out, [0, 2, 1, 3]), neighbor, weight]
 
 

@@ -1,0 +1,78 @@
+"""``ckv::key_neighbors`` on CUDA: one launch of its kernel; it is called between graphs, not in them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckv_compile.lowering.template_call import Config, next_power_of_2
+from ckv_compile.rendered import RenderedKernel
+
+MOST_KAPPA, GROUPS, PLACE_BITS = 16, 8, 10
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def applies(key: Tensor, block_size: int, kappa: int, *, join_heads: bool) -> bool:
+    """Whether the kernel does it: places in a block must fit beside cosines of 22 bits."""
+    return (
+        not join_heads
+        and key.dtype in DTYPES
+        and key.shape[3] <= 256
+        and kappa <= MOST_KAPPA
+        and block_size <= GROUPS << PLACE_BITS
+    )
+
+
+def constants_of(heads: int, dim: int, block_size: int, sinks: int, kappa: int, *, tma: bool) -> dict[str, Any]:
+    return {
+        "HEADS": heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "SIZE": block_size, "SINKS": sinks,
+        "KAPPA": kappa, "KEPT": max(2, next_power_of_2(kappa)), "GROUPS": GROUPS, "PLACE_BITS": PLACE_BITS, "TMA": tma,
+    }  # fmt: skip
+
+
+def configs(dtype: torch.dtype, dim: int) -> list[Config]:
+    """Few warps per program, so that one sorts while another multiplies."""
+    if dtype.itemsize == 4:
+        tuned = [(32, 32, 4, 2)]
+    elif dim > 128:
+        tuned = [(64, 64, 4, 2)]
+    else:
+        tuned = [(64, 128, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)]
+    return [
+        {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages} for rows, keys, warps, stages in tuned
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
+    return RenderedKernel("key_neighbors", [], dict(constants))
+
+
+def launch(
+    key: Tensor, first: Tensor, start: int, stop: int, block_size: int, kappa: int, sinks: int, **tuned: Any
+) -> Tensor:
+    """Neighbours int32 [B, H, stop - start, kappa] of keys that are a view [B, H, at least stop, D].
+
+    Nothing here waits for the device: ``first`` may be a host tensor.
+    """
+    batch, heads, _, dim = key.shape
+    length = torch.linalg.vector_norm(key[:, :, start:stop], dim=-1, dtype=torch.float32)
+    inverse = torch.where(length > 0, length.reciprocal(), 1.0).contiguous()
+    constants = constants_of(heads, dim, block_size, sinks, kappa, tma=_has_tma(key))
+    constants |= {**configs(key.dtype, dim)[0], **tuned}
+    neighbor = torch.empty(batch, heads, stop - start, kappa, dtype=torch.int32, device=key.device)
+    tensors = {
+        "KEY": key, "INVERSE": inverse, "FIRST": first.to(key.device, non_blocking=True), "START": start, "STOP": stop,
+    }  # fmt: skip
+    programs = -(-(stop - start) // block_size) * -(-block_size // constants["BLOCK_M"])
+    _kernel(tuple(constants.items()))((programs, heads, batch), tensors, neighbor)
+    return neighbor
+
+
+def _has_tma(key: Tensor) -> bool:
+    """Whether the copy engine can read the keys: rows of 16 bytes, on a device that has one."""
+    rows = all(number * key.dtype.itemsize % 16 == 0 for number in (*key.stride()[:3], key.shape[3], key.storage_offset()))
+    return key.is_cuda and torch.cuda.get_device_capability(key.device)[0] >= 9 and rows and key.stride(3) == 1
