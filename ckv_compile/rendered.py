@@ -1,7 +1,8 @@
 """Kernels of the templates without Inductor: the same text, rendered to a plain Triton module.
 
 A rendered kernel runs under Triton's interpreter on a CPU, compiles ahead of time for any architecture, and launches on
-a GPU. Tests use it; nothing at run time does.
+a GPU. Tests use it, and the two operators that run between graphs or beside torch's own kernels (``key_neighbors``,
+``prefill_attention``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckv_compile.lowering.prefill_attention import reads_by_rows
 from ckv_compile.lowering.template_call import Config, next_power_of_2
+from ckv_compile.lowering.topk_prefill import has_tma
+from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.rendered import RenderedKernel
 
 MOST_KAPPA, GROUPS, PLACE_BITS = 16, 8, 10
@@ -26,10 +29,9 @@ def applies(key: Tensor, block_size: int, kappa: int, *, join_heads: bool) -> bo
     )
 
 
-def constants_of(heads: int, dim: int, block_size: int, sinks: int, kappa: int, *, tma: bool) -> dict[str, Any]:
+def constants_of(heads: int, dim: int, sinks: int, kappa: int, *, tma: bool) -> dict[str, Any]:
     return {
-        "HEADS": heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "SIZE": block_size, "SINKS": sinks,
-        "KAPPA": kappa, "KEPT": max(2, next_power_of_2(kappa)), "GROUPS": GROUPS, "PLACE_BITS": PLACE_BITS, "TMA": tma,
+        "HEADS": heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "SINKS": sinks, "KAPPA": kappa, "KEPT": max(2, next_power_of_2(kappa)), "GROUPS": GROUPS, "PLACE_BITS": PLACE_BITS, "TMA": tma,
     }  # fmt: skip
 
 
@@ -51,28 +53,26 @@ def _kernel(constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
     return RenderedKernel("key_neighbors", [], dict(constants))
 
 
-def launch(
-    key: Tensor, first: Tensor, start: int, stop: int, block_size: int, kappa: int, sinks: int, **tuned: Any
+def key_neighbors(
+    key: Tensor, first: Tensor, start: int, stop: int, block_size: int, kappa: int, num_sink_tokens: int, **tuned: Any
 ) -> Tensor:
-    """Neighbours int32 [B, H, stop - start, kappa] of keys that are a view [B, H, at least stop, D].
+    """Neighbours as ``ckv::key_neighbors`` defines them, of all blocks at once. tuned: changes the configuration.
 
     Nothing here waits for the device: ``first`` may be a host tensor.
     """
+    key = cache_prefix(key, stop, "key")
     batch, heads, _, dim = key.shape
+    neighbor = torch.empty(batch, heads, stop - start, kappa, dtype=torch.int32, device=key.device)
+    if start == stop:
+        return neighbor
     length = torch.linalg.vector_norm(key[:, :, start:stop], dim=-1, dtype=torch.float32)
     inverse = torch.where(length > 0, length.reciprocal(), 1.0).contiguous()
-    constants = constants_of(heads, dim, block_size, sinks, kappa, tma=_has_tma(key))
+    constants = constants_of(heads, dim, num_sink_tokens, kappa, tma=has_tma(key.device) and reads_by_rows(key))
     constants |= {**configs(key.dtype, dim)[0], **tuned}
-    neighbor = torch.empty(batch, heads, stop - start, kappa, dtype=torch.int32, device=key.device)
-    tensors = {
-        "KEY": key, "INVERSE": inverse, "FIRST": first.to(key.device, non_blocking=True), "START": start, "STOP": stop,
-    }  # fmt: skip
+    # One copy to the device; as arguments, these numbers would be compiled in where they are 1 or multiples of 16.
+    span = torch.tensor([start, stop, block_size], dtype=torch.int32).to(first.device, non_blocking=True)
+    span = torch.cat([span, first.to(torch.int32)]).to(key.device, non_blocking=True)
     programs = -(-(stop - start) // block_size) * -(-block_size // constants["BLOCK_M"])
-    _kernel(tuple(constants.items()))((programs, heads, batch), tensors, neighbor)
+    _kernel(tuple(constants.items()))((programs, heads, batch), {"KEY": key, "INVERSE": inverse, "SPAN": span}, neighbor)
     return neighbor
 
-
-def _has_tma(key: Tensor) -> bool:
-    """Whether the copy engine can read the keys: rows of 16 bytes, on a device that has one."""
-    rows = all(number * key.dtype.itemsize % 16 == 0 for number in (*key.stride()[:3], key.shape[3], key.storage_offset()))
-    return key.is_cuda and torch.cuda.get_device_capability(key.device)[0] >= 9 and rows and key.stride(3) == 1

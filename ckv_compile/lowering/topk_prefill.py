@@ -127,10 +127,10 @@ def topk_prefill(
         look_up_configs(looks),
     )  # fmt: skip
     if topk == "exact":
-        (neighbor,) = fixed(neighbor)
+        listed = fixed(neighbor)
         repair(
-            [query, key, length, first, *exact, neighbor, weight], ([batch, kv_heads, PROGRAMS], torch.int32),
-            [neighbor, weight], repair_constants(looks), repair_configs(dtype, dim),
+            [query, key, length, first, *exact, *listed, weight], ([batch, kv_heads, PROGRAMS], torch.int32),
+            [*listed, weight], repair_constants(looks), repair_configs(dtype, dim),
         )  # fmt: skip
     return [permute(out, [0, 2, 1, 3]), neighbor, weight]
 
@@ -151,7 +151,8 @@ def _static(node: Any, *dimensions: int) -> list[int]:
 
 
 def has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether the device has the copy engine of Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def fits_tma(node: Any) -> bool:

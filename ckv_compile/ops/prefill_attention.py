@@ -26,9 +26,14 @@ def _prefill_attention(
     scale: float,
     sink_logits: Tensor | None,
 ) -> Tensor:
+    _check(query, key, value, length, first, sink_logits)
+    if query.is_cuda:
+        from ckv_compile.lowering import prefill_attention as kernel
+
+        if kernel.applies(query, value, length, first, sink_logits):
+            return kernel.prefill_attention(query, key, value, length, first, scale, sink_logits)
     from ckv_compile.reference.prefill_attention import prefill_attention
 
-    _check(query, key, value, length, first, sink_logits)
     return prefill_attention(query, key, value, length, first, scale, sink_logits)
 
 
