@@ -21,8 +21,9 @@ def applies(query: Tensor, value: Tensor, length: Tensor, first: Tensor, sink_lo
     """Whether our kernel does it: not where host tensors say that torch's own is enough."""
     if query.dtype not in DTYPES or max(query.shape[3], value.shape[3]) > MOST_DIM:
         return False
-    host = length.device.type == "cpu" and first.device.type == "cpu"
-    return sink_logits is not None or not host or bool(length.ne(0).any() or first.ne(0).any())
+    if sink_logits is not None or length.device.type != "cpu" or first.device.type != "cpu":
+        return True
+    return query.shape[2] > 1 and bool(length.ne(0).any() or first.ne(0).any())
 
 
 @functools.lru_cache(maxsize=64)
