@@ -46,7 +46,7 @@ def columns(kappa: int, *, exact: bool) -> tuple[int, int]:
     The best kappa cells fall on columns at random: few columns must have to drop one of them.
     """
     if kappa <= 8:
-        return 16, (4 if exact else 3) if kappa > 4 else (3 if exact else 2)
+        return 32, (3 if exact else 2)
     return 32, (4 if exact else 3) if kappa <= 16 else (5 if exact else 4)
 
 
@@ -70,20 +70,20 @@ def attend_configs(dtype: torch.dtype, dim: int, kappa: int, *, exact: bool) -> 
 def look_up_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """The second kernel's constants, from the first one's with its configuration."""
     names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K", "EXACT", "BLOCK_N", "GROUPS")
-    return {**{name: constants[name] for name in names}, "NO_ENTRY": NO_ENTRY}
+    return {name: constants[name] for name in names}
 
 
 def look_up_configs(constants: dict[str, Any]) -> list[Config]:
-    """Rows of which a program holds the keys of all candidates, some 16 KiB elements."""
+    """A row per warp, where the keys of its candidates fit the registers."""
     candidates = constants["BLOCK_K"] * constants["BLOCK_N"] // constants["GROUPS"]
-    rows = max(1, (1 << 14) // (candidates * constants["BLOCK_D"]))
+    rows = max(1, min(4, (1 << 14) // (candidates * constants["BLOCK_D"])))
     return [{"ROWS": rows, "num_warps": 4, "num_stages": 1}]
 
 
 def repair_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """The third kernel's constants, from the second one's."""
-    names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K", "NO_ENTRY")
-    return {**{name: constants[name] for name in names}, "PROGRAMS": PROGRAMS}
+    names = ("HEADS", "KV_HEADS", "D", "BLOCK_D", "SM_SCALE", "SINKS", "KAPPA", "BLOCK_K")
+    return {**{name: constants[name] for name in names}, "NO_ENTRY": NO_ENTRY, "PROGRAMS": PROGRAMS}
 
 
 def repair_configs(dtype: torch.dtype, dim: int) -> list[Config]:
