@@ -1,4 +1,7 @@
-"""``ckv::key_neighbors`` on CUDA: one launch of its kernel; it is called between graphs, not in them."""
+"""``ckv::key_neighbors`` on CUDA: a kernel that measures the keys and one that compares them.
+
+The operator is called between graphs, not in them, so its kernels are launched here.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,12 @@ def constants_of(heads: int, dim: int, sinks: int, kappa: int, *, tma: bool) -> 
     }  # fmt: skip
 
 
+def length_constants(dim: int) -> dict[str, Any]:
+    """Constants and configuration of the kernel that measures the keys."""
+    block = max(16, next_power_of_2(dim))
+    return {"D": dim, "BLOCK_D": block, "ROWS": (1 << 12) // block, "num_warps": 4, "num_stages": 1}
+
+
 def configs(dtype: torch.dtype, dim: int) -> list[Config]:
     """Few warps per program, so that one sorts while another multiplies."""
     if dtype.itemsize == 4:
@@ -49,8 +58,8 @@ def configs(dtype: torch.dtype, dim: int) -> list[Config]:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
-    return RenderedKernel("key_neighbors", [], dict(constants))
+def _kernel(name: str, constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
+    return RenderedKernel(name, [], dict(constants))
 
 
 def key_neighbors(
@@ -65,14 +74,16 @@ def key_neighbors(
     neighbor = torch.empty(batch, heads, stop - start, kappa, dtype=torch.int32, device=key.device)
     if start == stop:
         return neighbor
-    length = torch.linalg.vector_norm(key[:, :, start:stop], dim=-1, dtype=torch.float32)
-    inverse = torch.where(length > 0, length.reciprocal(), 1.0).contiguous()
     constants = constants_of(heads, dim, num_sink_tokens, kappa, tma=has_tma(key.device) and reads_by_rows(key))
     constants |= {**configs(key.dtype, dim)[0], **tuned}
     # One copy to the device; as arguments, these numbers would be compiled in where they are 1 or multiples of 16.
     span = torch.tensor([start, stop, block_size], dtype=torch.int32).to(first.device, non_blocking=True)
     span = torch.cat([span, first.to(torch.int32)]).to(key.device, non_blocking=True)
+    tensors = {"KEY": key, "SPAN": span}
+    inverse = torch.empty(batch, heads, stop - start, dtype=torch.float32, device=key.device)
+    lengths = length_constants(dim)
+    _kernel("key_lengths", tuple(lengths.items()))((-(-(stop - start) // lengths["ROWS"]), heads, batch), tensors, inverse)
     programs = -(-(stop - start) // block_size) * -(-block_size // constants["BLOCK_M"])
-    _kernel(tuple(constants.items()))((programs, heads, batch), {"KEY": key, "INVERSE": inverse, "SPAN": span}, neighbor)
+    grid = (programs, heads, batch)
+    _kernel("key_neighbors", tuple(constants.items()))(grid, {**tensors, "INVERSE": inverse}, neighbor)
     return neighbor
-
