@@ -137,7 +137,9 @@ submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, topk_prefill[1],
 
 @pytest.mark.parametrize("topk", ["fast", "exact"])
 def test_the_selection_is_that_of_the_options(topk):
-    graph = rewritten(turns("llama", "dynamic")[FIRST], CommunityConfig(graph="attention", topk=topk, **OPTIONS)).gm.graph
+    graph = rewritten(
+        turns("llama", "dynamic")[FIRST], CommunityConfig(graph="attention", topk=topk, **OPTIONS)
+    ).gm.graph
     found = [node.args[-1] for node in graph.nodes if node.target is torch.ops.ckv.topk_prefill.default]
     assert found == [topk] * len(found)
     assert found
