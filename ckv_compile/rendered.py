@@ -380,7 +380,9 @@ def topk_prefill_launches(
     constants = lowering.attend_constants(
         heads, kv_heads, dim, value_dim, scale, sinks, kappa, exact=exact, has_sinks=sink_logits is not None, tma=TMA
     )
-    constants |= {**lowering.attend_configs(query.dtype, max(dim, value_dim), kappa, exact=exact)[0], **tuned}
+    architecture = lowering.architecture_of(query.device)
+    config = lowering.attend_config(query.dtype, max(dim, value_dim), kappa, exact, architecture)
+    constants |= {**config, **tuned}
     out = poisoned((batch, queries, heads, value_dim), query.dtype, query.device)
     tensors = {
         "QUERY": query, "KEY": key, "VALUE": value, "LENGTH": length, "FIRST": first, "SINK_LOGITS": sink_logits,

@@ -34,7 +34,8 @@ def applies(key: Tensor, block_size: int, kappa: int, *, join_heads: bool) -> bo
 
 def constants_of(heads: int, dim: int, sinks: int, kappa: int, *, tma: bool) -> dict[str, Any]:
     return {
-        "HEADS": heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "SINKS": sinks, "KAPPA": kappa, "KEPT": max(2, next_power_of_2(kappa)), "GROUPS": GROUPS, "PLACE_BITS": PLACE_BITS, "TMA": tma,
+        "HEADS": heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "SINKS": sinks, "KAPPA": kappa,
+        "KEPT": max(2, next_power_of_2(kappa)), "GROUPS": GROUPS, "PLACE_BITS": PLACE_BITS, "TMA": tma,
     }  # fmt: skip
 
 
@@ -46,15 +47,8 @@ def length_constants(dim: int) -> dict[str, Any]:
 
 def configs(dtype: torch.dtype, dim: int) -> list[Config]:
     """Few warps per program, so that one sorts while another multiplies."""
-    if dtype.itemsize == 4:
-        tuned = [(32, 32, 4, 2)]
-    elif dim > 128:
-        tuned = [(64, 64, 4, 2)]
-    else:
-        tuned = [(64, 128, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)]
-    return [
-        {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages} for rows, keys, warps, stages in tuned
-    ]
+    rows, keys = (16, 32) if dtype.itemsize == 4 else (64, 64)
+    return [{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}]
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,7 +76,9 @@ def key_neighbors(
     tensors = {"KEY": key, "SPAN": span}
     inverse = torch.empty(batch, heads, stop - start, dtype=torch.float32, device=key.device)
     lengths = length_constants(dim)
-    _kernel("key_lengths", tuple(lengths.items()))((-(-(stop - start) // lengths["ROWS"]), heads, batch), tensors, inverse)
+    _kernel("key_lengths", tuple(lengths.items()))(
+        (-(-(stop - start) // lengths["ROWS"]), heads, batch), tensors, inverse
+    )
     programs = -(-(stop - start) // block_size) * -(-block_size // constants["BLOCK_M"])
     grid = (programs, heads, batch)
     _kernel("key_neighbors", tuple(constants.items()))(grid, {**tensors, "INVERSE": inverse}, neighbor)

@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckv_compile.lowering.topk_prefill import DTYPES, MOST_DIM, attend_configs, attend_constants, has_tma
+from ckv_compile.lowering.topk_prefill import (
+    DTYPES,
+    architecture_of,
+    attend_config,
+    attend_constants,
+    has_tma,
+    most_dim,
+)
 from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.rendered import RenderedKernel
 
 
 def applies(query: Tensor, value: Tensor, length: Tensor, first: Tensor, sink_logits: Tensor | None) -> bool:
     """Whether our kernel does it: not where host tensors say that torch's own is enough."""
-    if query.dtype not in DTYPES or max(query.shape[3], value.shape[3]) > MOST_DIM:
+    if query.dtype not in DTYPES or max(query.shape[3], value.shape[3]) > most_dim(query.dtype):
         return False
     if sink_logits is not None or length.device.type != "cpu" or first.device.type != "cpu":
         return True
@@ -38,14 +45,17 @@ def prefill_attention(
     """``ckv::prefill_attention`` by one launch. tuned: changes the configuration."""
     (batch, heads, queries, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
     if length.device.type == "cpu":  # else nobody knows on the host what the kernel will read
-        key, value = (cache_prefix(cache, int(length) + queries, name) for cache, name in ((key, "key"), (value, "value")))
+        key, value = (
+            cache_prefix(cache, int(length) + queries, name) for cache, name in ((key, "key"), (value, "value"))
+        )
     device = query.device
     out = torch.empty(batch, queries, heads, value_dim, dtype=query.dtype, device=device)
     constants = attend_constants(
         heads, kv_heads, dim, value_dim, scale, sinks=0, kappa=0, exact=False, has_sinks=sink_logits is not None,
         tma=has_tma(device) and all(reads_by_rows(cache) for cache in (key, value)),
     )  # fmt: skip
-    constants |= {**attend_configs(query.dtype, max(dim, value_dim), 0, exact=False)[0], **tuned}
+    config = attend_config(query.dtype, max(dim, value_dim), 0, False, architecture_of(device))
+    constants |= {**config, **tuned}
     tensors = {
         "QUERY": query, "KEY": key, "VALUE": value, "LENGTH": length.to(device, torch.int32, non_blocking=True),
         "FIRST": first.to(device, torch.int32, non_blocking=True), "SINK_LOGITS": sink_logits,

