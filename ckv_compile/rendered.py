@@ -399,12 +399,12 @@ def topk_prefill_launches(
     weight = poisoned(lists, torch.float32, device)
     tensors |= {"CELL": cell, "WEIGHT": weight, "NEIGHBOR": neighbor}
     looks = lowering.look_up_constants(constants)
-    looks |= {**lowering.look_up_configs(looks)[0], **(look or {})}
+    looks |= {**lowering.look_up_config(looks), **(look or {})}
     launches.append(launch("topk_neighbors", looks, (-(-queries // looks["ROWS"]), heads, batch), neighbor))
     if exact:
         tensors["COUNT"] = poisoned((batch, kv_heads), torch.int32, device)
         tensors["DOUBTFUL"] = poisoned((batch, kv_heads, heads // kv_heads * queries), torch.int32, device)
-        repairs = lowering.repair_constants(looks) | lowering.repair_configs(query.dtype, dim)[0]
+        repairs = lowering.repair_constants(looks) | lowering.repair_config(query.dtype, dim, kappa)
         had = poisoned((batch, kv_heads, repairs["PROGRAMS"]), torch.int32, device)
         launches.append(launch("topk_repair", repairs, (repairs["PROGRAMS"], kv_heads, batch), had))
     return launches, (out.transpose(1, 2), neighbor, weight)

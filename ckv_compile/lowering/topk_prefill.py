@@ -78,11 +78,11 @@ def look_up_constants(constants: dict[str, Any]) -> dict[str, Any]:
     return {name: constants[name] for name in names}
 
 
-def look_up_configs(constants: dict[str, Any]) -> list[Config]:
+def look_up_config(constants: dict[str, Any]) -> Config:
     """A row per warp, where the keys of its candidates fit the registers."""
     candidates = constants["BLOCK_K"] * constants["BLOCK_N"] // constants["GROUPS"]
     rows = max(1, min(4, (1 << 14) // (candidates * constants["BLOCK_D"])))
-    return [{"ROWS": rows, "num_warps": 4, "num_stages": 1}]
+    return {"ROWS": rows, "num_warps": 4, "num_stages": 1}
 
 
 def repair_constants(constants: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def repair_constants(constants: dict[str, Any]) -> dict[str, Any]:
     return {**{name: constants[name] for name in names}, "NO_ENTRY": NO_ENTRY, "PROGRAMS": PROGRAMS}
 
 
-def repair_configs(dtype: torch.dtype, dim: int) -> list[Config]:
-    rows, keys = (32, 32) if dtype.itemsize == 4 or dim > 128 else (64, 64)
-    return [{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}]
+def repair_config(dtype: torch.dtype, dim: int, kappa: int) -> Config:
+    rows, keys = (32, 32) if dtype.itemsize == 4 or dim > 128 else (64, 64 if kappa <= 16 else 32)
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}
 
 
 @register_lowering(_op, type_promotion_kind=None)
@@ -129,13 +129,13 @@ def topk_prefill(
     looks = look_up_constants({**constants, **config})
     neighbor = look_up(
         [query, key, length, first, *fixed(cell), weight, *exact], (lists, torch.int32), [weight, *exact], looks,
-        look_up_configs(looks),
+        [look_up_config(looks)],
     )  # fmt: skip
     if topk == "exact":
         listed = fixed(neighbor)
         repair(
             [query, key, length, first, *exact, *listed, weight], ([batch, kv_heads, PROGRAMS], torch.int32),
-            [*listed, weight], repair_constants(looks), repair_configs(dtype, dim),
+            [*listed, weight], repair_constants(looks), [repair_config(dtype, dim, kappa)],
         )  # fmt: skip
     return [permute(out, [0, 2, 1, 3]), neighbor, weight]
 

@@ -165,9 +165,9 @@ def kernels(architecture):
         yield label, "topk_prefill", [], constants, dtype, dtype
         if kappa:
             looks = topk_prefill.look_up_constants(constants)
-            yield label, "topk_neighbors", [], looks | topk_prefill.look_up_configs(looks)[0], "i32", dtype
+            yield label, "topk_neighbors", [], looks | topk_prefill.look_up_config(looks), "i32", dtype
         if exact:
-            repairs = topk_prefill.repair_constants(looks) | topk_prefill.repair_configs(torch_dtype, dim)[0]
+            repairs = topk_prefill.repair_constants(looks) | topk_prefill.repair_config(torch_dtype, dim, kappa)
             yield label, "topk_repair", [], repairs, "i32", dtype
 
     def neighbored(dim, kappa, dtype):
