@@ -404,7 +404,7 @@ def topk_prefill_launches(
     if exact:
         tensors["COUNT"] = poisoned((batch, kv_heads), torch.int32, device)
         tensors["DOUBTFUL"] = poisoned((batch, kv_heads, heads // kv_heads * queries), torch.int32, device)
-        repairs = lowering.repair_constants(looks) | lowering.repair_config(query.dtype, dim, kappa)
+        repairs = lowering.repair_constants(looks) | lowering.repair_config(query.dtype, dim, kappa, architecture)
         had = poisoned((batch, kv_heads, repairs["PROGRAMS"]), torch.int32, device)
         launches.append(launch("topk_repair", repairs, (repairs["PROGRAMS"], kv_heads, batch), had))
     return launches, (out.transpose(1, 2), neighbor, weight)

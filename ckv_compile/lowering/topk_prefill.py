@@ -91,9 +91,13 @@ def repair_constants(constants: dict[str, Any]) -> dict[str, Any]:
     return {**{name: constants[name] for name in names}, "NO_ENTRY": NO_ENTRY, "PROGRAMS": PROGRAMS}
 
 
-def repair_config(dtype: torch.dtype, dim: int, kappa: int) -> Config:
-    rows, keys = (32, 32) if dtype.itemsize == 4 or dim > 128 else (64, 64 if kappa <= 16 else 32)
-    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}
+def repair_config(dtype: torch.dtype, dim: int, kappa: int, architecture: int = 9) -> Config:
+    """Few rows at a time on Blackwell, too few for its tensor memory: Triton 3.7 fails to lay that out in the inner loop."""
+    if dtype.itemsize == 4 or dim > 128:
+        rows, keys = 32, 32
+    else:
+        rows, keys = 64 if architecture < 10 else 32, 64 if kappa <= 16 else 32
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3}
 
 
 @register_lowering(_op, type_promotion_kind=None)
@@ -114,7 +118,8 @@ def topk_prefill(
         heads, kv_heads, dim, value_dim, scale, num_sink_tokens, kappa, exact=topk == "exact",
         has_sinks=sink_logits is not None, tma=has_tma(device) and all(fits_tma(node) for node in (key, value)),
     )  # fmt: skip
-    config = attend_config(dtype, max(dim, value_dim), kappa, topk == "exact", architecture_of(device))
+    architecture = architecture_of(device)
+    config = attend_config(dtype, max(dim, value_dim), kappa, topk == "exact", architecture)
     lists = [batch, heads, queries, kappa]
     cell, weight = empty(lists, torch.int32, device), empty(lists, torch.float32, device)
     sinks = [] if sink_logits is None else fixed(sink_logits)
@@ -135,7 +140,7 @@ def topk_prefill(
         listed = fixed(neighbor)
         repair(
             [query, key, length, first, *exact, *listed, weight], ([batch, kv_heads, PROGRAMS], torch.int32),
-            [*listed, weight], repair_constants(looks), [repair_config(dtype, dim, kappa)],
+            [*listed, weight], repair_constants(looks), [repair_config(dtype, dim, kappa, architecture)],
         )  # fmt: skip
     return [permute(out, [0, 2, 1, 3]), neighbor, weight]
 

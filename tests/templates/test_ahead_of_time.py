@@ -167,7 +167,9 @@ def kernels(architecture):
             looks = topk_prefill.look_up_constants(constants)
             yield label, "topk_neighbors", [], looks | topk_prefill.look_up_config(looks), "i32", dtype
         if exact:
-            repairs = topk_prefill.repair_constants(looks) | topk_prefill.repair_config(torch_dtype, dim, kappa)
+            repairs = topk_prefill.repair_constants(looks) | topk_prefill.repair_config(
+                torch_dtype, dim, kappa, architecture // 10
+            )
             yield label, "topk_repair", [], repairs, "i32", dtype
 
     def neighbored(dim, kappa, dtype):
