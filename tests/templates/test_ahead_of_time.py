@@ -35,6 +35,7 @@ def processes():
         output.close()
 
 
+@pytest.mark.timeout(900)  # three compilers side by side
 @pytest.mark.parametrize("architecture", SHARED)
 def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     process, output = processes[architecture]
@@ -192,12 +193,11 @@ def kernels(architecture):
         yield from listed(slots, has_log)
     yield from assigned(128, "bf16")
     for dim, kappa, exact, dtype in (
-        (64, 8, False, "bf16"), (128, 8, False, "bf16"), (128, 8, True, "bf16"), (256, 8, True, "bf16"),
-        (96, 4, True, "fp16"), (128, 16, True, "bf16"), (128, 32, False, "bf16"), (128, 32, True, "bf16"),
-        (128, 0, False, "bf16"), (64, 8, False, "fp32"),
+        (128, 8, False, "bf16"), (128, 8, True, "bf16"), (256, 8, True, "bf16"), (96, 4, True, "fp16"),
+        (128, 32, True, "bf16"), (128, 0, False, "bf16"), (64, 8, False, "fp32"),
     ):  # fmt: skip
         yield from prefilled(dim, kappa, exact, dtype)
-    for dim, kappa, dtype in ((64, 8, "bf16"), (128, 8, "bf16"), (128, 16, "fp16"), (256, 8, "bf16"), (64, 8, "fp32")):
+    for dim, kappa, dtype in ((128, 8, "bf16"), (128, 16, "fp16"), (256, 8, "bf16"), (64, 8, "fp32")):
         yield from neighbored(dim, kappa, dtype)
     for rows in (1, 4):
         yield from projected(rows, (4096, 1024, 1024), 4096, "bf16")
