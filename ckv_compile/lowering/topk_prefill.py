@@ -57,7 +57,8 @@ def attend_config(dtype: torch.dtype, dim: int, kappa: int, exact: bool, archite
     if dtype.itemsize == 4:
         rows, keys, stages = 32, 32, 2
     elif architecture != 9:
-        rows, keys, stages = 64, 64 if dim <= 128 and kappa <= 16 else 32, 2
+        rows = 32 if exact and kappa > 16 else 64
+        keys, stages = (64 if dim <= 128 and kappa <= 16 else 32), 2
     elif dim > 128:
         rows, keys, stages = 64, 64, 2
     elif kappa > 16:
