@@ -211,7 +211,7 @@ def measure_keys(
     tuned: dict[str, Any],
 ) -> list[dict]:  # fmt: skip
     """Rows of the nearest keys of one layer, all blocks at once."""
-    from ckv_compile.lowering.key_neighbors import key_neighbors
+    from ckv_compile.kernels.key_neighbors import key_neighbors
 
     key = torch.randn(context, 1, kv_heads, head_dim, device=device).to(dtype).permute(1, 2, 0, 3)
     first = torch.zeros(1, dtype=torch.int32)

@@ -32,9 +32,11 @@ def _key_neighbors(
 ) -> Tensor:
     _check(key, first, start, stop, kappa, num_sink_tokens, block_size)
     if key.is_cuda:
-        from ckv_compile.lowering import key_neighbors as kernel
+        from ckv_compile.kernels import key_neighbors as kernel
+        from ckv_compile.reference.nominal import cache_prefix
 
         if kernel.applies(key, block_size or stop - start, kappa, join_heads=join_heads):
+            key = cache_prefix(key, stop, "key")
             return kernel.key_neighbors(key, first, start, stop, block_size or stop - start, kappa, num_sink_tokens)
     from ckv_compile.reference.key_neighbors import key_neighbors
 

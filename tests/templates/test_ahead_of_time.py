@@ -102,12 +102,12 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels(architecture):
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
+    from ckv_compile.kernels import key_neighbors
     from ckv_compile.lowering import (
         append_kv,
         assign_token,
         edges,
         grouped_linear,
-        key_neighbors,
         retrieve,
         route,
         sparse_attention,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.lowering import key_neighbors as lowering
+from ckv_compile.kernels import key_neighbors as kernel
 from ckv_compile.testing import random_cache
 
 SINKS = 3
@@ -20,7 +20,7 @@ def case(device, first=(0,), start=0, stop=100, heads=2, dim=64, dtype=torch.flo
 def check(key, first, start, stop, size, kappa=8, **tuned):
     """Each list holds the largest cosines of its block, up to what products in float32 lose."""
     given = torch.tensor(first, dtype=torch.int32)
-    found = lowering.key_neighbors(key[:, :, :1], given, start, stop, size, kappa, SINKS, **{**SMALL, **tuned}).cpu()
+    found = kernel.key_neighbors(key[:, :, :1], given, start, stop, size, kappa, SINKS, **{**SMALL, **tuned}).cpu()
     assert found.dtype == torch.int32
     assert found.shape == (len(first), key.shape[1], stop - start, kappa)
     for row, pads in enumerate(first):
@@ -109,8 +109,8 @@ def test_default_configuration(device):
 
 def test_what_the_kernel_does_not_do_is_left_to_the_reference():
     key = torch.zeros(1, 1, 1, 64)
-    assert lowering.applies(key, 2048, 8, join_heads=False)
-    assert not lowering.applies(key, 2048, 8, join_heads=True)
-    assert not lowering.applies(key, 8193, 8, join_heads=False)
-    assert not lowering.applies(key, 2048, 17, join_heads=False)
-    assert not lowering.applies(key.double(), 2048, 8, join_heads=False)
+    assert kernel.applies(key, 2048, 8, join_heads=False)
+    assert not kernel.applies(key, 2048, 8, join_heads=True)
+    assert not kernel.applies(key, 8193, 8, join_heads=False)
+    assert not kernel.applies(key, 2048, 17, join_heads=False)
+    assert not kernel.applies(key.double(), 2048, 8, join_heads=False)

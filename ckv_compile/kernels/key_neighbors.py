@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckv_compile.lowering.prefill_attention import reads_by_rows
+from ckv_compile.kernels.prefill_attention import reads_by_rows
 from ckv_compile.lowering.template_call import Config, next_power_of_2
 from ckv_compile.lowering.topk_prefill import has_tma
-from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.rendered import RenderedKernel
 
 MOST_KAPPA, GROUPS, PLACE_BITS = 16, 8, 10
@@ -59,11 +58,11 @@ def _kernel(name: str, constants: tuple[tuple[str, Any], ...]) -> RenderedKernel
 def key_neighbors(
     key: Tensor, first: Tensor, start: int, stop: int, block_size: int, kappa: int, num_sink_tokens: int, **tuned: Any
 ) -> Tensor:
-    """Neighbours as ``ckv::key_neighbors`` defines them, of all blocks at once. tuned: changes the configuration.
+    """Neighbours as ``ckv::key_neighbors`` defines them, of all blocks at once. key: a view, nominal
+    or not, of memory that holds ``stop`` tokens. tuned: changes the configuration.
 
     Nothing here waits for the device: ``first`` may be a host tensor.
     """
-    key = cache_prefix(key, stop, "key")
     batch, heads, _, dim = key.shape
     neighbor = torch.empty(batch, heads, stop - start, kappa, dtype=torch.int32, device=key.device)
     if start == stop:

@@ -20,7 +20,6 @@ from ckv_compile.lowering.topk_prefill import (
     has_tma,
     most_dim,
 )
-from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.rendered import RenderedKernel
 
 
@@ -44,10 +43,6 @@ def prefill_attention(
 ) -> Tensor:  # fmt: skip
     """``ckv::prefill_attention`` by one launch. tuned: changes the configuration."""
     (batch, heads, queries, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
-    if length.device.type == "cpu":  # else nobody knows on the host what the kernel will read
-        key, value = (
-            cache_prefix(cache, int(length) + queries, name) for cache, name in ((key, "key"), (value, "value"))
-        )
     device = query.device
     out = torch.empty(batch, queries, heads, value_dim, dtype=query.dtype, device=device)
     constants = attend_constants(
