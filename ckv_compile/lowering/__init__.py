@@ -12,8 +12,10 @@ from ckv_compile.lowering import (
     route,
     sparse_attention,
     sparse_attention_edges,
+    topk_prefill,
 )
 
 __all__ = [
     "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "sparse_attention", "sparse_attention_edges",
+    "topk_prefill",
 ]  # fmt: skip
