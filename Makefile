@@ -43,10 +43,12 @@ test: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.sparse_decode
 	$(BIN)/python -m bench.decode_step
+	$(BIN)/python -m bench.topk_prefill
 
 bench-small: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.sparse_decode --small --device cpu --out build/bench
 	$(BIN)/python -m bench.decode_step --small --device cpu --out build/bench
+	$(BIN)/python -m bench.topk_prefill --small --device cpu --out build/bench
 
 # mypy cannot see the package mapping in the root: it reads a build.
 check: $(VENV)/check.stamp $(VENV)/demo.stamp

@@ -60,7 +60,7 @@ class CommunityConfig:
     min_context: int = None  # type: ignore[assignment]  # contexts up to this length decode densely: budget
     refresh_interval: int = 512  # generated tokens between partitions ("attention", "mixed"; paper, appendix B)
     graph_aggregation: Aggregation = "group"  # one index per KV group (paper, section 4.4)
-    topk: TopK = "fast"
+    topk: TopK = "fast"  # lists of prefill on CUDA; "fast" keeps 99.9 % of the probability (bench.topk_prefill)
     append: Append = "attend"
 
     leiden_engine: Engine = "native"

@@ -1,11 +1,13 @@
 """Kernels of the templates without Inductor: the same text, rendered to a plain Triton module.
 
 A rendered kernel runs under Triton's interpreter on a CPU, compiles ahead of time for any architecture, and launches on
-a GPU. Tests use it; nothing at run time does.
+a GPU. Tests use it, and the two operators that run between graphs or beside torch's own kernels (``key_neighbors``,
+``prefill_attention``).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -16,6 +18,7 @@ from typing import Any
 
 import jinja2
 import torch
+import triton
 
 from ckv_compile.templates import load_template
 
@@ -37,6 +40,8 @@ class RenderedKernel:
     def __call__(self, grid: tuple[int, int, int], tensors: dict[str, Any], output: torch.Tensor) -> Any:
         """Launch with the tensors by name. Sizes and strides that the kernel asks for are taken from them."""
         tensors = {**tensors, "OUT": output}
+        if self.constants.get("TMA"):
+            triton.set_allocator(_scratch)  # for the descriptors
         return self.kernel[grid](*self.values(tensors), **self.options)
 
     def values(self, tensors: dict[str, Any]) -> list[Any]:
@@ -81,6 +86,10 @@ class RenderedKernel:
         head = f"@triton.jit\ndef kernel({', '.join(self.names())}):\n"
         head += "".join(f"    {name}: tl.constexpr = {value}\n" for name, value in self.constants.items())
         return "import triton\nimport triton.language as tl\n\n\n" + body.replace("<DEFINITION>", head, 1)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _load(text: str) -> Any:
@@ -407,3 +416,57 @@ def assign_tokens(
 def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:
     """Memory that shows whatever a kernel left unwritten: NaN, or a large negative integer."""
     return torch.full(shape, torch.nan if dtype.is_floating_point else -0x5A5A5A5A, dtype=dtype, device=device)
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+def topk_prefill(query, key, value, length, first, scale, sinks, kappa, sink_logits=None, topk="fast", **tuned):
+    """``ckv::topk_prefill`` by its kernels: (out, neighbor, weight); (out, None, None) with kappa 0."""
+    launches, results = topk_prefill_launches(
+        query, key, value, length, first, scale, sinks, kappa, sink_logits, topk, **tuned
+    )
+    for launch in launches:
+        launch()
+    return results
+
+
+def topk_prefill_launches(
+    query, key, value, length, first, scale, sinks, kappa, sink_logits=None, topk="fast", TMA=False, look=None, **tuned
+):  # fmt: skip
+    """Its kernels as functions to be called in order, and the results that they write."""
+    from ckv_compile.lowering import topk_prefill as lowering
+
+    (batch, heads, queries, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
+    exact = topk == "exact" and kappa > 0
+    constants = lowering.attend_constants(
+        heads, kv_heads, dim, value_dim, scale, sinks, kappa, exact=exact, has_sinks=sink_logits is not None, tma=TMA
+    )
+    architecture = lowering.architecture_of(query.device)
+    config = lowering.attend_config(query.dtype, max(dim, value_dim), kappa, exact, architecture)
+    constants |= {**config, **tuned}
+    out = poisoned((batch, queries, heads, value_dim), query.dtype, query.device)
+    tensors = {
+        "QUERY": query, "KEY": key, "VALUE": value, "LENGTH": length, "FIRST": first, "SINK_LOGITS": sink_logits,
+    }  # fmt: skip
+
+    def launch(name, constants, grid, output):
+        return functools.partial(RenderedKernel(name, [], constants), grid, tensors, output)
+
+    launches = [launch("topk_prefill", constants, (-(-queries // constants["BLOCK_M"]), heads, batch), out)]
+    if not kappa:
+        return launches, (out.transpose(1, 2), None, None)
+    lists, device = (batch, heads, queries, kappa), query.device
+    neighbor, cell = poisoned(lists, torch.int32, device), poisoned(lists, torch.int32, device)
+    weight = poisoned(lists, torch.float32, device)
+    tensors |= {"CELL": cell, "WEIGHT": weight, "NEIGHBOR": neighbor}
+    looks = lowering.look_up_constants(constants)
+    looks |= {**lowering.look_up_config(looks), **(look or {})}
+    launches.append(launch("topk_neighbors", looks, (-(-queries // looks["ROWS"]), heads, batch), neighbor))
+    if exact:
+        tensors["COUNT"] = poisoned((batch, kv_heads), torch.int32, device)
+        tensors["DOUBTFUL"] = poisoned((batch, kv_heads, heads // kv_heads * queries), torch.int32, device)
+        repairs = lowering.repair_constants(looks) | lowering.repair_config(query.dtype, dim, kappa, architecture)
+        had = poisoned((batch, kv_heads, repairs["PROGRAMS"]), torch.int32, device)
+        launches.append(launch("topk_repair", repairs, (repairs["PROGRAMS"], kv_heads, batch), had))
+    return launches, (out.transpose(1, 2), neighbor, weight)

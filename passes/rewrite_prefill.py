@@ -129,7 +129,8 @@ def _replace(graph, site, layer, key, value, state, config) -> None:
         submitted = (state["ticket"], key, state["length"], num_new)
         # What reads the ticket comes after what writes it, layer by layer: Inductor would copy a ticket that is read late.
         if lists:
-            result = call(ckv.topk_prefill.default, (*common, config.num_sink_tokens, config.kappa, site.sink_logits))
+            selection = (config.num_sink_tokens, config.kappa, site.sink_logits, config.topk)
+            result = call(ckv.topk_prefill.default, (*common, *selection))
             out, neighbor, weight = (call(operator.getitem, (result, i)) for i in range(3))
             new += [result, out, neighbor, weight]
             new.append(call(ckv.submit_partition.default, (*submitted, neighbor, weight, layer)))

@@ -13,9 +13,10 @@ from ckv_compile.lowering import (
     select_summaries,
     sparse_attention,
     sparse_attention_edges,
+    topk_prefill,
 )
 
 __all__ = [
     "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "select_summaries", "sparse_attention",
-    "sparse_attention_edges",
+    "sparse_attention_edges", "topk_prefill",
 ]  # fmt: skip

@@ -32,7 +32,13 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     block = keys_per_block(dtype, dim)
     if dtype.itemsize == 4 and rows > 32:
         least, block = 16, 16
-    shapes = ((2, 1, 2, 4), (2, 2, 2, 4), (1, 1, 2, 4), (1, 2, 3, 4), (1, 1, 2, 8))
+    shapes: tuple[tuple[int, int, int, int], ...] = (
+        (2, 1, 2, 4),
+        (2, 2, 2, 4),
+        (1, 1, 2, 4),
+        (1, 2, 3, 4),
+        (1, 1, 2, 8),
+    )
     if kept:
         block = max(kept, 16 if dtype.itemsize == 4 else block)
         shapes = ((1, 2, 2, 8), (1, 1, 2, 8), (1, 3, 2, 8), (1, 2, 2, 4))

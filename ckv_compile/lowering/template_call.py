@@ -21,12 +21,26 @@ Config = dict[str, Any]  # num_warps, num_stages and the template's constants th
 
 
 class Template:
-    """A Triton template that lowerings call. ``grid`` gets the constants and returns the launch grid."""
+    """A Triton template that lowerings call. ``grid`` gets the constants and returns the launch grid.
 
-    def __init__(self, name: str, grid: Callable[[dict[str, Any]], tuple[int, int, int]], *helpers: str) -> None:
+    Where sizes may be symbols, ``sized_grid`` stands for it: it gets the output's sizes, the constants and a division
+    that rounds up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        grid: Callable[[dict[str, Any]], tuple[int, int, int]] | None = None,
+        *helpers: str,
+        sized_grid: Callable[[Sequence[Any], dict[str, Any], Callable], tuple[Any, Any, Any]] | None = None,
+    ) -> None:
         self.name = name
-        # Inductor passes call_sizes first, then the constants; our grids need only those.
-        symbolic = SymbolicGridFn(lambda *arguments: grid(arguments[-1]))
+        # Inductor passes call_sizes first, then the constants.
+        if sized_grid is not None:
+            symbolic = SymbolicGridFn(lambda *given, cdiv: sized_grid(given[:-1], given[-1], cdiv))
+        else:
+            assert grid is not None
+            symbolic = SymbolicGridFn(lambda *arguments: grid(arguments[-1]))
         self.source = load_template(name, *helpers)
         self.template = make_template(f"ckv_{name}", symbolic, self.source)
 
@@ -37,7 +51,9 @@ class Template:
         def nothing(*_: Any, **__: Any) -> str:
             return ""
 
-        environment = {"def_kernel": lambda *given: names.extend(given), "stride": nothing, "store_output": nothing}
+        environment = {
+            "def_kernel": lambda *given: names.extend(given), "stride": nothing, "size": nothing, "store_output": nothing,
+        }  # fmt: skip
         jinja2.Environment().from_string(self.source).render(**environment, **constants, PDL=False)
         return names
 
@@ -69,8 +85,8 @@ class Template:
                 layout=layout,
                 mutated_inputs=list(mutated),
                 call_sizes=list(output[0]),
-                triton_meta={"launch_pdl": True} if overlaps else None,
                 PDL=overlaps,
+                **({"triton_meta": {"launch_pdl": True}} if overlaps else {}),
                 **constants,
                 **tuned,
             )

@@ -26,9 +26,18 @@ def _prefill_attention(
     scale: float,
     sink_logits: Tensor | None,
 ) -> Tensor:
+    _check(query, key, value, length, first, sink_logits)
+    if query.is_cuda:
+        from ckv_compile.kernels import prefill_attention as kernel
+        from ckv_compile.reference.nominal import cache_prefix
+
+        if kernel.applies(query, value, length, first, sink_logits):
+            if length.device.type == "cpu":  # else nobody knows on the host what the kernel will read
+                total = int(length) + query.shape[2]
+                key, value = cache_prefix(key, total, "key"), cache_prefix(value, total, "value")
+            return kernel.prefill_attention(query, key, value, length, first, scale, sink_logits)
     from ckv_compile.reference.prefill_attention import prefill_attention
 
-    _check(query, key, value, length, first, sink_logits)
     return prefill_attention(query, key, value, length, first, scale, sink_logits)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ckv_compile.ops.library import (
     register_op,
+    require,
     require_at_least,
     require_cache,
     require_first,
@@ -24,6 +25,7 @@ def _check(
     num_sink_tokens: int,
     kappa: int,
     sink_logits: Tensor | None,
+    topk: str,
 ) -> None:
     require_cache(query, key, value)
     require_length(length)
@@ -31,6 +33,7 @@ def _check(
     require_at_least("num_sink_tokens", num_sink_tokens, 0)
     require_at_least("kappa", kappa, 1)
     require_sink_logits(query, sink_logits)
+    require(topk in ("fast", "exact"), "topk", "be 'fast' or 'exact'", repr(topk))
 
 
 def _topk_prefill(
@@ -44,10 +47,11 @@ def _topk_prefill(
     num_sink_tokens: int,
     kappa: int,
     sink_logits: Tensor | None,
+    topk: str = "fast",
 ) -> tuple[Tensor, Tensor, Tensor]:
     from ckv_compile.reference.topk_prefill import topk_prefill
 
-    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits)
+    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits, topk)
     return topk_prefill(query, key, value, length, first, scale, num_sink_tokens, kappa, sink_logits)
 
 
@@ -62,8 +66,9 @@ def _topk_prefill_fake(
     num_sink_tokens: int,
     kappa: int,
     sink_logits: Tensor | None,
+    topk: str = "fast",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits)
+    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits, topk)
     batch, heads, tokens, _ = query.shape
     return (
         query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2),
@@ -74,7 +79,8 @@ def _topk_prefill_fake(
 
 register_op(
     "topk_prefill(Tensor query, Tensor key, Tensor value, Tensor length, Tensor first, Tensor ticket, float scale, "
-    "int num_sink_tokens, int kappa, Tensor? sink_logits) -> (Tensor, Tensor, Tensor)",
+    "int num_sink_tokens, int kappa, Tensor? sink_logits, "
+    'str topk="fast") -> (Tensor, Tensor, Tensor)',
     _topk_prefill,
     _topk_prefill_fake,
 )

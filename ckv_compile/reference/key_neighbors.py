@@ -26,15 +26,27 @@ def unit_keys(key: Tensor, join_heads: bool) -> Tensor:
 
 
 def key_neighbors(
-    key: Tensor, first: Tensor, start: int, stop: int, kappa: int, num_sink_tokens: int, join_heads: bool
+    key: Tensor,
+    first: Tensor,
+    start: int,
+    stop: int,
+    kappa: int,
+    num_sink_tokens: int,
+    join_heads: bool,
+    block_size: int = 0,
 ) -> Tensor:
-    """For each token of the block, the ``kappa`` earlier tokens of the block with the most similar keys.
+    """For each token of a block, the ``kappa`` earlier tokens of the block with the most similar keys.
 
     key: nominal view [B, Hkv, NOM, D]; positions ``start`` .. ``stop - 1`` are read. first: int [B].
+    block_size: tokens of a block, counted from ``start``, each block for itself; 0 means that there is one.
     Only positions from ``first + num_sink_tokens`` on are nodes; others neither have nor are neighbours.
-    Returns int32 [B, G, stop - start, kappa], positions relative to ``start`` in order of similarity, -1 where there
-    are fewer; G is 1 with ``join_heads`` (sum of the heads' cosines), the number of KV heads without.
+    Returns int32 [B, G, stop - start, kappa], positions relative to the block's first in order of similarity, -1 where
+    there are fewer; G is 1 with ``join_heads`` (sum of the heads' cosines), the number of KV heads without.
     """
+    if block_size and stop - start > block_size:
+        blocks = [(begin, min(begin + block_size, stop)) for begin in range(start, stop, block_size)]
+        parts = [key_neighbors(key, first, *block, kappa, num_sink_tokens, join_heads) for block in blocks]
+        return torch.cat(parts, dim=2)
     num_tokens = stop - start
     keys = cache_prefix(key, stop, "key")[:, :, start:]
     graphs = 1 if join_heads else key.shape[1]

@@ -272,20 +272,24 @@ class Sequence:
         block, least = self.config.block_size, self.config.append_block
         while self.submitted[layer] < upto:
             start = self.submitted[layer]
-            stop = min(start + block, upto)
-            if not final and stop - start < block:
-                if stop - start < least:
-                    return
-                stop = start + least
+            size = block if final or upto - start >= block else least
+            stop = upto if final else start + (upto - start) // size * size
+            if stop == start:
+                return
+            if not key.is_cuda:  # workers have the first block while the host compares the keys of the next
+                stop = min(stop, start + size)
             self.submitted[layer] = stop
             if self.config.policy == "communities":
-                neighbors = self._block_neighbors(key, start, stop)
+                neighbors = Arriving(self._block_neighbors(key, start, stop, size))
             else:
-                neighbors = torch.zeros(self.batch, self.shape.graphs, stop - start, 0, dtype=torch.int32)
-            first = [max(0, row + self.config.num_sink_tokens - start) for row in self.first]
-            self._submit(
-                layer, start, stop, jobs.partition_block, Arriving(neighbors), first, self.config, self.memory, layer
-            )
+                neighbors = Arriving(torch.zeros(self.batch, self.shape.graphs, stop - start, 0, dtype=torch.int32))
+            for begin in range(start, stop, size):
+                end = min(begin + size, stop)
+                first = [max(0, row + self.config.num_sink_tokens - begin) for row in self.first]
+                self._submit(
+                    layer, begin, end, jobs.partition_block, neighbors.part(2, begin - start, end - start), first,
+                    self.config, self.memory, layer,
+                )  # fmt: skip
 
     def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
         edges = self.edges[layer]
@@ -334,20 +338,20 @@ class Sequence:
         for ticket in answered:
             self.statistics.partition_seconds += ticket.cpu_seconds
 
-    def _block_neighbors(self, key: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _block_neighbors(self, key: torch.Tensor, start: int, stop: int, size: int) -> torch.Tensor:
+        """Key neighbours in blocks of ``size`` tokens, the last one perhaps shorter, relative to the start of each."""
         config = self.config
+        joined = config.graph_aggregation == "layer"
         return torch.ops.ckv.key_neighbors(
-            key, self.first_host, start, stop, config.kappa, config.num_sink_tokens, config.graph_aggregation == "layer"
+            key, self.first_host, start, stop, config.kappa, config.num_sink_tokens, joined, size
         )
 
     def _key_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
         """Key neighbours of positions ``start .. stop - 1`` inside blocks, as absolute positions."""
-        pieces = []
-        for begin in range(start, stop, self.config.block_size):
-            end = min(begin + self.config.block_size, stop)
-            found = self._block_neighbors(key, begin, end).to("cpu").numpy()
-            pieces.append(np.where(found >= 0, found + begin, found).astype(np.int32))
-        return np.concatenate(pieces, axis=2)
+        size = self.config.block_size
+        found = self._block_neighbors(key, start, stop, size).to("cpu").numpy()
+        begin = start + np.arange(stop - start) // size * size
+        return np.where(found >= 0, found + begin[:, None], found).astype(np.int32)
 
     def _collect_logged_edges(self) -> None:
         """Bring the edges of generated tokens, which decode steps logged, to the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,12 @@ class Arriving:
             self._event.record(torch.cuda.current_stream(tensor.device))
             tensor = host
         self._tensor = tensor
+
+    def part(self, dim: int, start: int, stop: int) -> Arriving:
+        """Some of it: a view, which arrives when all of it has."""
+        part = copy.copy(self)
+        part._tensor = self._tensor.narrow(dim, start, stop - start)
+        return part
 
     def array(self) -> np.ndarray:
         if self._event is not None:

@@ -66,12 +66,22 @@ def test_lists_of_a_long_block_repeat():
     assert (once < torch.arange(700, dtype=torch.int32)[:, None]).all()
 
 
+@pytest.mark.parametrize("join_heads", [False, True])
+def test_blocks_are_looked_at_each_for_itself(join_heads):
+    key = random_cache(2, 3, 100, 16, [0, 45], 93)
+    first = torch.tensor([0, 45], dtype=torch.int32)
+    together = key_neighbors(nominal_cache(key), first, 10, 93, 4, 2, join_heads, 30)
+    parts = [run(key, [0, 45], begin, end, 4, 2, join_heads) for begin, end in ((10, 40), (40, 70), (70, 93))]
+    assert torch.equal(together, torch.cat(parts, dim=2))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"start": -1}, "start must be at least 0, got -1"),
         ({"stop": 3}, r"stop must be at least start \(4\), got 3"),
         ({"kappa": 0}, "kappa must be at least 1, got 0"),
+        ({"block_size": -1}, "block_size must be at least 0, got -1"),
         ({"stop": 99}, "key must be a view of a buffer"),
         ({"first": torch.tensor([0, 0])}, r"first must be \[1\]"),
     ],
@@ -85,7 +95,8 @@ def test_invalid_argument_is_named(change, message):
         key_neighbors(**{**arguments, **change})
 
 
+@pytest.mark.parametrize("block_size", [0, 4])
 @pytest.mark.parametrize("join_heads", [False, True])
-def test_opcheck(join_heads):
-    arguments = (torch.randn(2, 2, 12, 8), torch.tensor([0, 3], dtype=torch.int32), 2, 11, 3, 2, join_heads)
+def test_opcheck(join_heads, block_size):
+    arguments = (torch.randn(2, 2, 12, 8), torch.tensor([0, 3], dtype=torch.int32), 2, 11, 3, 2, join_heads, block_size)
     torch.library.opcheck(key_neighbors.default, arguments)

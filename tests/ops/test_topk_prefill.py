@@ -122,7 +122,14 @@ def test_kappa_below_one_raises():
         run(*case(0, 4, [0]), 0, [0], 2, 0)
 
 
-def test_opcheck():
+def test_an_unknown_selection_raises():
+    query, key, value = case(0, 4, [0])
+    with pytest.raises(ValueError, match="topk must be 'fast' or 'exact', got 'best'"):
+        topk_prefill(query, key, value, torch.tensor([0]), torch.tensor([0]), TICKET, 0.3, 2, 3, None, "best")
+
+
+@pytest.mark.parametrize("topk", ["fast", "exact"])
+def test_opcheck(topk):
     query, key, value = case(3, 5, [0, 2], dim=8)
-    arguments = (torch.tensor([3]), torch.tensor([0, 2], dtype=torch.int32), TICKET, 0.3, 2, 3, None)
+    arguments = (torch.tensor([3]), torch.tensor([0, 2], dtype=torch.int32), TICKET, 0.3, 2, 3, None, topk)
     torch.library.opcheck(topk_prefill.default, (query, key.nan_to_num(), value.nan_to_num(), *arguments))

@@ -78,7 +78,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 topk_prefill(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None, topk='fast') -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, num_new=40, topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
@@ -106,7 +106,7 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_ticket int64 [2]
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 topk_prefill(query, ckv_key_L, ckv_value_L, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None, topk='fast') -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, ckv_key_L, ckv_length, query.size(2), topk_prefill[1], topk_prefill[2], layer=L)""",
     )
 
@@ -130,9 +130,19 @@ def test_static_prefill_with_attention():
 prefill, static cache; past K and V are not inputs, K and V are outputs
 ckv_length int32 [1]; ckv_first int32 [2]; ckv_ticket int64 [2]
 topk_prefill(query, key_cache, value_cache, ckv_length, ckv_first, ckv_ticket, scale=0.25, num_sink_tokens=1,
-    kappa=8, sink_logits=None) -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
+    kappa=8, sink_logits=None, topk='fast') -> [0] -> model, [1] -> submit_partition, [2] -> submit_partition
 submit_partition(ckv_ticket, key_cache, ckv_length, num_new=40, topk_prefill[1], topk_prefill[2], layer=L)""",
     )
+
+
+@pytest.mark.parametrize("topk", ["fast", "exact"])
+def test_the_selection_is_that_of_the_options(topk):
+    graph = rewritten(
+        turns("llama", "dynamic")[FIRST], CommunityConfig(graph="attention", topk=topk, **OPTIONS)
+    ).gm.graph
+    found = [node.args[-1] for node in graph.nodes if node.target is torch.ops.ckv.topk_prefill.default]
+    assert found == [topk] * len(found)
+    assert found
 
 
 def test_a_later_turn_on_a_static_cache_differs_in_the_number_of_tokens_only():

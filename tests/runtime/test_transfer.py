@@ -16,6 +16,13 @@ def test_a_function_is_called_with_arrays_in_place_of_what_arrives():
     assert seen[1] == 1
 
 
+def test_parts_arrive_with_the_whole():
+    tensor = torch.arange(24).view(2, 3, 4)
+    arriving = Arriving(tensor)
+    assert np.array_equal(arriving.part(1, 1, 3).array(), tensor[:, 1:3].numpy())
+    assert np.array_equal(arriving.array(), tensor.numpy())
+
+
 def test_what_was_made_in_inference_mode_arrives_too():
     with torch.inference_mode():
         arriving = Arriving(torch.ones(3))
@@ -35,5 +42,6 @@ def test_neither_direction_makes_the_host_wait():
         sent = to_device(array, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert np.array_equal(arriving.part(0, 10, 20).array(), array[10:20])
     assert np.array_equal(arriving.array(), array)
     assert torch.equal(sent, tensor)

@@ -35,7 +35,7 @@ def processes():
         output.close()
 
 
-@pytest.mark.timeout(900)  # the compiler takes seconds a kernel
+@pytest.mark.timeout(900)  # three compilers side by side
 @pytest.mark.parametrize("architecture", SHARED)
 def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     process, output = processes[architecture]
@@ -48,7 +48,9 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     assert {kernel["kernel"] for kernel in found} >= {
         "route", "retrieve", "sparse_attention", "merge_splits", "edges", "select_summaries", "attend_summaries",
     }  # fmt: skip
+    assert {kernel["kernel"] for kernel in found} >= {"topk_prefill", "topk_neighbors", "topk_repair", "key_neighbors"}
     assert [kernel for kernel in found if kernel["spilled"]] == []
+    assert [kernel for kernel in found if kernel["serialized"]] == []
     assert [kernel for kernel in found if kernel["shared"] > SHARED[architecture] * 1024] == []
 
 
@@ -59,19 +61,12 @@ POINTERS = {
     "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "ENTRIES": "i64", "WEIGHT": "fp32",
     "NEW_WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32", "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32",
     "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
+    "INVERSE": "fp32",
 }  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OF_THE_CACHE = {
-    "QUERY",
-    "KEY",
-    "VALUE",
-    "KEY_NEW",
-    "VALUE_NEW",
-    "NEW_KEY",
-    "CENTROID_MEAN",
-    "SINK_LOGITS",
-    "NEW_VALUE",
-    "MEAN_VALUE",
-}
+    "QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "NEW_KEY", "CENTROID_MEAN", "SINK_LOGITS", "NEW_VALUE", "MEAN_VALUE",
+}  # fmt: skip
 OF_THE_MODEL = {"INPUT", *(f"{kind}_{i}" for kind in ("WEIGHT", "BIAS") for i in range(4))}  # the others are int32
 
 
@@ -106,11 +101,13 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
         text = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", text)))
-    return {"registers": registers, "spilled": spilled, "shared": result.metadata.shared}
+    serialized = "wgmma.mma_async instructions are serialized" in text  # the multiplications wait for one another
+    return {"registers": registers, "spilled": spilled, "shared": result.metadata.shared, "serialized": serialized}
 
 
 def kernels(architecture):
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
+    from ckv_compile.kernels import key_neighbors
     from ckv_compile.lowering import (
         append_kv,
         assign_tokens,
@@ -121,6 +118,7 @@ def kernels(architecture):
         route,
         select_summaries,
         sparse_attention,
+        topk_prefill,
     )
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
@@ -187,6 +185,30 @@ def kernels(architecture):
         constants |= grouped_linear.configs(rows, channels, torch_dtype, architecture // 10)[0]
         yield f"M={rows} N={sizes} K={channels} {dtype}", "grouped_linear", [], constants, dtype, dtype
 
+    def prefilled(dim, kappa, exact, dtype):
+        torch_dtype = DTYPES[dtype]
+        label = f"D={dim} kappa={kappa} {dtype} exact={exact}"
+        tma = architecture >= 90
+        constants = topk_prefill.attend_constants(
+            32, 8, dim, dim, 0.1, 10, kappa, exact=exact, has_sinks=kappa == 8, tma=tma
+        )
+        constants |= topk_prefill.attend_config(torch_dtype, dim, kappa, exact, architecture // 10)
+        yield label, "topk_prefill", [], constants, dtype, dtype
+        if kappa:
+            looks = topk_prefill.look_up_constants(constants)
+            yield label, "topk_neighbors", [], looks | topk_prefill.look_up_config(looks), "i32", dtype
+        if exact:
+            repairs = topk_prefill.repair_constants(looks) | topk_prefill.repair_config(
+                torch_dtype, dim, kappa, architecture // 10
+            )
+            yield label, "topk_repair", [], repairs, "i32", dtype
+
+    def neighbored(dim, kappa, dtype):
+        constants = key_neighbors.constants_of(8, dim, 10, kappa, tma=architecture >= 90)
+        constants |= key_neighbors.configs(DTYPES[dtype], dim)[0]
+        yield f"D={dim} kappa={kappa} {dtype}", "key_neighbors", [], constants, "i32", dtype
+        yield f"D={dim} {dtype}", "key_lengths", [], key_neighbors.length_constants(dim), "fp32", dtype
+
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
     yield "D=128 bf16", "append_kv", [], appended, "i32", "bf16"
     for dim in (64, 128, 256):
@@ -218,6 +240,13 @@ def kernels(architecture):
             yield from attended(dim, dtype, source=source)
     yield from attended(128, "bf16", source="attention", kappa=32)
     yield from attended(128, "bf16", 64, 4, source="attention")
+    for dim, kappa, exact, dtype in (
+        (128, 8, False, "bf16"), (128, 8, True, "bf16"), (256, 8, True, "bf16"), (96, 4, True, "fp16"),
+        (128, 32, True, "bf16"), (128, 0, False, "bf16"), (64, 8, False, "fp32"),
+    ):  # fmt: skip
+        yield from prefilled(dim, kappa, exact, dtype)
+    for dim, kappa, dtype in ((128, 8, "bf16"), (128, 16, "fp16"), (256, 8, "bf16"), (64, 8, "fp32")):
+        yield from neighbored(dim, kappa, dtype)
     for rows in (1, 4):
         yield from projected(rows, (4096, 1024, 1024), 4096, "bf16")
         yield from projected(rows, (3584, 512, 512), 3584, "bf16", biased=True)
