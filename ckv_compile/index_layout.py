@@ -46,6 +46,8 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
     "new_weight": torch.float32,
     "new_key": None,
 }
+# the state that has an entry for each community, ``[L, B, G, C, ...]``
+PER_COMMUNITY = ("start", "stored", "size", "centroid", "centroid_scale", "centroid_mean", "community_weight")
 
 
 def assigns_tokens(config: CommunityConfig) -> bool:

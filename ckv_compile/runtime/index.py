@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import NOMINAL_STATE, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
 from ckv_compile.runtime.transfer import to_device
 
 
@@ -94,7 +94,7 @@ class CommunityIndex:
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # they are in the new block, or in the tail behind it
-        self._write(layer, at, start, block, key)
+        self._write(layer, at, start, block, key, anew=at == 0)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
         self.num_communities[layer].fill_(upto)
@@ -107,14 +107,44 @@ class CommunityIndex:
         block = _Packed.of(partitions)
         upto = block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
-        self._write(layer, 0, 0, block, key)
+        self._write(layer, 0, 0, block, key, anew=True)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
         self.num_communities[layer].fill_(upto)
         self.n_indexed[layer].fill_(stop)
         self.log_first[layer].fill_(stop)
 
-    def _write(self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor) -> None:
+    def join_blocks(self, layer: int, start: int, stop: int, partitions: list[list], key: torch.Tensor) -> None:
+        """Publish one partition of positions ``start .. stop - 1`` in place of the blocks that cover exactly them.
+
+        Communities of later blocks keep their members and get the numbers behind it. Arguments as for ``append_block``.
+        """
+        block, marks, used = _Packed.of(partitions), self.marks[layer], self.used[layer]
+        ends = [0, *(tokens for tokens, _ in marks)]
+        low, high = ends.index(start), ends.index(stop)
+        at = marks[low - 1][1] if low else 0
+        old, upto = marks[high - 1][1], at + block.start.shape[-1]
+        moved = upto - old
+        assert used + moved <= self.shape.communities, "the index was allocated for fewer communities"
+        if assigns_tokens(self.config):
+            self.forget_assigned(layer)  # some may have joined communities that go
+            self.total_weight[layer].sub_(self.community_weight[layer, :, :, at:old].sum(-1))
+        if moved and used > old:
+            for name in PER_COMMUNITY:
+                if name in self.buffers:
+                    state = self.buffers[name][layer]
+                    state[:, :, upto : used + moved].copy_(state[:, :, old:used].clone())
+            if "label" in self.buffers:
+                label = self.label[layer, :, :, stop : ends[-1]]
+                label.copy_(torch.where(label >= 0, label + moved, label))
+        self._write(layer, at, start, block, key, anew=False)
+        self.used[layer] = used + moved
+        later = [(tokens, communities + moved) for tokens, communities in marks[high:]]
+        self.marks[layer] = [*marks[:low], (stop, upto), *later]
+        self.num_communities[layer].fill_(used + moved)
+
+    def _write(self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor, *, anew: bool) -> None:
+        """anew: nothing of the layer's other communities counts any more."""
         upto = at + block.start.shape[-1]
         count = block.member.shape[-1]
         member = self._device(block.member) + first
@@ -125,7 +155,7 @@ class CommunityIndex:
         self.stored[layer, :, :, at:upto].copy_(size)
         self.size[layer, :, :, at:upto].copy_(size)
         centroid = torch.ops.ckv.community_centroids(key, member, start - first, size)
-        if at == 0:
+        if anew:
             self.channel_scale[layer].copy_(channel_scales(centroid, size))
         self.write_centroids(layer, (slice(None), slice(None), slice(at, upto)), centroid)
         if "label" in self.buffers:
@@ -135,7 +165,7 @@ class CommunityIndex:
             weight = self._device(block.weight)
             self.community_weight[layer, :, :, at:upto].copy_(weight)
             total = weight.sum(-1)
-            self.total_weight[layer].copy_(total if at == 0 else self.total_weight[layer] + total)
+            self.total_weight[layer].copy_(total if anew else self.total_weight[layer] + total)
             self.gamma[layer].copy_(self._device(block.gamma))
 
     def write_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:

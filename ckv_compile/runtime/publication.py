@@ -22,9 +22,11 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             indexed = index.marks[layer][-1][0] if index.marks[layer] else 0
             finished = sequence.waiting.pop((layer, indexed), None)
             if finished is None:
-                return
+                break
             index.append_block(layer, finished.start, finished.stop, finished.result, sequence.keys(layer))
             sequence.statistics.partitioned(layer, finished.result)
+        _publish_joined(sequence, layer)
+        return
     finished = sequence.waiting.pop((layer, 0), None)
     if finished is None or (index.marks[layer] and finished.stop < index.marks[layer][-1][0]):
         return  # nothing, or overtaken by a partition of more tokens
@@ -33,6 +35,17 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
     sequence.statistics.partitioned(layer, finished.result)
     if logged is not None:
         _assign_meanwhile(sequence, layer, finished.stop, *logged)
+
+
+def _publish_joined(sequence: Sequence, layer: int) -> None:
+    """Put one partition in the place of several small blocks; where it failed, they stay."""
+    finished = sequence.joined.pop(layer, None)
+    if finished is not None:
+        sequence.joining.discard(layer)
+        sequence.closed[layer] = finished.stop
+        if not finished.errors:
+            sequence.index.join_blocks(layer, finished.start, finished.stop, finished.result, sequence.keys(layer))
+    sequence.offer_joined(layer)
 
 
 def _logged_since(sequence: Sequence, layer: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:

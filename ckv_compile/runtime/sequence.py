@@ -47,6 +47,7 @@ class Finished:
     stop: int
     result: list[list]
     errors: list[str]
+    joins: bool = False  # blocks that are published already
 
 
 @dataclasses.dataclass
@@ -91,6 +92,9 @@ class Sequence:
         self.pending: set[Any] = set()
         self._pending_lock = threading.Lock()
         self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
+        self.joined: dict[int, Finished] = {}  # layer -> one partition of several of its blocks
+        self.joining: set[int] = set()  # layers of which such a partition is under way
+        self.closed = [0] * geometry.num_layers  # tokens up to which no blocks are joined any more
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
         self.unseen_queries = False
@@ -110,6 +114,7 @@ class Sequence:
         self.length_device.fill_(length)
         self.index.clear()
         self.submitted = [0] * self.geometry.num_layers
+        self.closed = [0] * self.geometry.num_layers
         self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
         self.unseen_queries = length > 0 and not self.in_blocks
         self.set_first(first)
@@ -152,6 +157,8 @@ class Sequence:
                 self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
             if edges.tokens > length:
                 self.edges[layer] = _cut(edges, length)
+            marks = self.index.marks[layer]
+            self.closed[layer] = min(self.closed[layer], marks[-1][0] if marks else 0)
         self.length, self.refreshed_at = length, min(self.refreshed_at, length)
         self.length_device.fill_(length)
 
@@ -159,6 +166,8 @@ class Sequence:
         """No partition under way is wanted any more: its tokens are gone."""
         self.epoch += 1
         self.waiting.clear()
+        self.joined.clear()
+        self.joining.clear()
         with self._pending_lock:
             pending, self.pending = list(self.pending), set()
         for ticket in pending:
@@ -289,6 +298,21 @@ class Sequence:
                     self.config, self.memory, layer,
                 )  # fmt: skip
 
+    def offer_joined(self, layer: int) -> None:
+        """Partition published small blocks together once no other fits in beside them."""
+        config = self.config
+        if config.policy != "communities" or layer in self.joining:
+            return
+        ends = [tokens for tokens, _ in self.index.marks[layer]]
+        span, self.closed[layer] = joinable(ends, self.closed[layer], config.block_size, config.append_block)
+        if span is None:
+            return
+        self.joining.add(layer)
+        start, stop = span
+        neighbors = Arriving(self._block_neighbors(self.keys(layer), start, stop, stop - start))
+        first = [max(0, row + config.num_sink_tokens - start) for row in self.first]
+        self._submit(layer, start, stop, jobs.partition_block, neighbors, first, config, self.memory, layer, joins=True)
+
     def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
         edges = self.edges[layer]
         neighbor, weight = _joined(edges.neighbor), _joined(edges.weight)
@@ -304,7 +328,7 @@ class Sequence:
             self.shape.graphs, self.config, self.memory, layer,
         )  # fmt: skip
 
-    def _submit(self, layer: int, start: int, stop: int, function, *args) -> None:
+    def _submit(self, layer: int, start: int, stop: int, function, *args, joins: bool = False) -> None:
         epoch = self.epoch
         inbox = self.inbox
         graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
@@ -318,7 +342,7 @@ class Sequence:
 
         def done(result, error) -> None:
             errors = [f"layer {layer}, positions {start}-{stop - 1}: {error}"] if error is not None else []
-            inbox.append(Finished(epoch, layer, start, stop, result, errors))
+            inbox.append(Finished(epoch, layer, start, stop, result, errors, joins))
 
         assert len(first) == batch
         ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
@@ -383,10 +407,13 @@ class Sequence:
                 continue
             for error in finished.errors:
                 self._failed(error)
+            if finished.joins:
+                self.joined[finished.layer] = finished
+                continue
             place = finished.layer, finished.start
             if place not in self.waiting or self.waiting[place].stop < finished.stop:
                 self.waiting[place] = finished
-        if not self.waiting:
+        if not self.waiting and not self.joined:
             return
         for layer in range(self.geometry.num_layers):
             publication.publish_layer(self, layer)
@@ -431,6 +458,28 @@ class Sequence:
 
     def indexed_layers(self) -> int:
         return sum(bool(marks) for marks in self.index.marks)
+
+
+def joinable(ends: list[int], closed: int, block: int, least: int) -> tuple[tuple[int, int] | None, int]:
+    """The first run of small blocks that fills a block: no other of ``least`` tokens, or not the next, fits beside it.
+
+    ends: where each block ends, ascending. closed: an end before which nothing is looked for. Returns the run's first
+    position and end, None without one, and the end before which nothing has to be looked for again.
+    """
+    start, count = closed, 0
+    for previous, end in zip([0, *ends], ends, strict=False):
+        if end <= closed:
+            continue
+        if end - start > block:
+            if count > 1:
+                return (start, previous), start
+            start, count = previous, 0
+        count += 1
+        if end - start > block - least:
+            if count > 1:
+                return (start, end), start
+            start, count = end, 0
+    return None, start
 
 
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:
