@@ -561,7 +561,9 @@ def assert_consistent_index(sequence: Any) -> None:
                 assert found == list(range(first, end)), f"layer {layer}, row {row}, graph {graph}"
                 assert index.size[at][: len(members)].tolist() == [len(community) for community in members]
                 full = [community for community, positions in enumerate(members) if positions]
-                mean = torch.stack([key[row, graph, members[community]].mean(0) for community in full])
+                mean = torch.stack(
+                    [key[row, graph * key.shape[1] // shape.graphs, members[community]].mean(0) for community in full]
+                )
                 step = index.centroid_scale[at][full, None] * index.channel_scale[at]
                 # Codes are rounded to the nearest, and running means are one rounding of the dtype away per token.
                 assert ((index.centroid[at][full] * step - mean).abs() <= 0.51 * step + 1e-4).all()

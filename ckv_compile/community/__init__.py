@@ -10,7 +10,8 @@ import importlib
 from typing import Any
 
 _MODULE_OF = {
-    "TokenGraph": "graph", "attention_graph": "graph", "key_graph": "graph", "mixed_graph": "graph", "extended_graph": "graph",
+    "TokenGraph": "graph", "attention_graph": "graph", "key_graph": "graph", "mixed_graph": "graph",
+    "extended_graph": "graph",
     "seeded": "leiden", "modularity": "leiden", "is_connected": "leiden", "enforce_size": "leiden",
     "partition_graph": "engines",
     "ResolutionMemory": "resolution", "SearchPlan": "resolution",
