@@ -26,22 +26,18 @@ class EdgePiece:
     tokens: int
 
     def first(self, tokens: int) -> EdgePiece:
-        parts = [
-            None
-            if lists is None
-            else lists[:, :, :tokens]
-            if isinstance(lists, np.ndarray)
-            else lists.part(2, 0, tokens)
-            for lists in (self.neighbor, self.weight, self.key_neighbor)
-        ]
-        return EdgePiece(*parts, min(tokens, self.tokens))
+        def cut(lists):
+            if lists is None:
+                return None
+            return lists[:, :, :tokens] if isinstance(lists, np.ndarray) else lists.part(2, 0, tokens)
+
+        return EdgePiece(cut(self.neighbor), cut(self.weight), cut(self.key_neighbor), min(tokens, self.tokens))
 
     def arrays(self) -> EdgePiece:
-        parts = [
-            lists if lists is None or isinstance(lists, np.ndarray) else lists.array()
-            for lists in (self.neighbor, self.weight, self.key_neighbor)
-        ]
-        return EdgePiece(*parts, self.tokens)
+        def array(lists):
+            return lists if lists is None or isinstance(lists, np.ndarray) else lists.array()
+
+        return EdgePiece(array(self.neighbor), array(self.weight), array(self.key_neighbor), self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Finished:
     start: int
     stop: int
     result: list[list]
-    packed: Packed | None  # None without a result
+    packed: Packed
     errors: list[str]
     joins: bool = False  # blocks that are published already
     edges: jobs.EdgePiece | None = None  # all of positions 0 .. stop - 1, in one piece
@@ -255,8 +255,8 @@ class Sequence:
             edges = self.edges[layer]
             if edges.tokens == length:
                 keys = self._key_neighbors(key, length, upto) if self.config.graph == "mixed" else None
-                lists = neighbor.to("cpu").numpy(), weight.to("cpu", torch.float32).numpy()
-                edges.append(jobs.EdgePiece(*lists, keys, num_new))
+                ids, alphas = neighbor.to("cpu").numpy(), weight.to("cpu", torch.float32).numpy()
+                edges.append(jobs.EdgePiece(ids, alphas, keys, num_new))
         if upto <= self.config.min_context:
             return
         if self.in_blocks:
@@ -406,11 +406,13 @@ class Sequence:
             ]
 
         def done(result, error) -> None:
+            if result is None:
+                return  # it was called off
             errors = [f"layer {layer}, positions {start}-{stop - 1}: {error}"] if error is not None else []
             edges = None
             if isinstance(result, jobs.Whole):
                 result, edges = result.partitions, result.edges
-            packed = Packed.of(result, device) if result is not None else None  # here, in the worker
+            packed = Packed.of(result, device)  # here, in the worker
             inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins, edges))
 
         assert len(first) == batch
@@ -465,8 +467,8 @@ class Sequence:
         edges, keys = self.edges[layer], None
         if self.config.graph == "mixed":
             keys = self._key_neighbors(self.keys(layer), edges.tokens, edges.tokens + high - low)
-        lists = (Arriving(one[:, :, low:high].clone()) for one in (neighbor, weight))
-        edges.append(jobs.EdgePiece(*lists, keys, high - low))
+        ids, alphas = (Arriving(one[:, :, low:high].clone()) for one in (neighbor, weight))
+        edges.append(jobs.EdgePiece(ids, alphas, keys, high - low))
 
     # ------------------------------------------------------------------ publication
 
