@@ -572,3 +572,34 @@ def assert_consistent_index(sequence: Any) -> None:
                     assert all(label[p] == community for community in full for p in members[community])
                     total = index.community_weight[at][: len(members)].sum()
                     torch.testing.assert_close(index.total_weight[at], total, rtol=1e-4, atol=1e-3)
+
+
+def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """What a decode step of ``bare_sequence`` retrieves with ``query`` [B, 4, 1, 16]: ``ckv::route``, ``ckv::retrieve``."""
+    index, config, shape = sequence.index, sequence.config, sequence.shape
+    at, capacity = index.nominal, index.nominal[f"capacity_{layer}"]
+    listed = torch.ops.ckv.route(
+        query, at["centroid"], at["centroid_scale"], at["channel_scale"], at["size"], at["num_communities"], capacity,
+        at["scores"], layer, shape.graphs, shape.kv_heads, 0.25, "max", sequence.length_device, 2048,
+    )  # fmt: skip
+    return torch.ops.ckv.retrieve(
+        *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],
+        at["log_first"], at["num_communities"], at["n_indexed"], capacity, sequence.length_device,
+        sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, config.num_sink_tokens,
+        config.recent_window, "label" in index.buffers,
+    )  # fmt: skip
+
+
+def assert_whole_communities(sequence: Any, layer: int, tokens: Tensor, count: Tensor) -> None:
+    """What was retrieved is a union of communities of the index, each position once."""
+    for row in range(sequence.batch):
+        for graph in range(sequence.shape.graphs):
+            found = tokens[row, graph, : int(count[row, graph])].tolist()
+            assert len(found) == len(set(found)) > 0
+            of_whole = [
+                position
+                for community in members_of(sequence.index, layer, row, graph)
+                if not set(community).isdisjoint(found)
+                for position in community
+            ]
+            assert sorted(of_whole) == sorted(found)

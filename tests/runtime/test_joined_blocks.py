@@ -1,12 +1,22 @@
 """Small blocks of generated tokens are partitioned together once they fill a block."""
 
+import time
+
 import numpy as np
 import pytest
+import torch
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import jobs
+from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime.sequence import joinable
-from ckv_compile.testing import assert_consistent_index, bare_sequence, extend_sequence
+from ckv_compile.testing import (
+    assert_consistent_index,
+    assert_whole_communities,
+    bare_sequence,
+    extend_sequence,
+    retrieve_step,
+)
 
 
 def keys_config(**options):
@@ -139,3 +149,33 @@ def test_control_policies_join_nothing():
     sequence = prefilled(keys_config(policy="streaming"), 64)
     extend_sequence(sequence, 82)
     assert ends(sequence) == [64, 80, 96, 112, 128, 144]
+
+
+@pytest.mark.parametrize("append", ["attend", "assign"])
+def test_steps_find_whole_communities_while_blocks_come_and_are_joined(monkeypatch, append):
+    delays, original, seen = np.random.default_rng(0), sequences.Finished, set()
+
+    def late(*args):
+        time.sleep(delays.random() * 0.02)
+        return original(*args)
+
+    monkeypatch.setattr(sequences, "Finished", late)
+    config = keys_config(workers=3, append=append, recent_window=4, budget=90)
+    sequence = bare_sequence(config, 1200)
+    for layer in range(2):
+        sequence.offer(layer, sequence.keys(layer), 0, 64, None, None)
+    sequence.prefilled(64)
+    sequence.wait()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        extend_sequence(sequence, 1)
+        for layer in range(2):
+            query = torch.randn(1, 4, 1, 16, generator=generator)
+            tokens, count = retrieve_step(sequence, layer, query, 150)
+            if count.min() > 0:
+                assert_whole_communities(sequence, layer, tokens, count)
+                seen.add((layer, tuple(sequence.index.marks[layer])))
+    assert len(seen) > 40
+    sequence.wait()
+    sequence.publish()
+    assert_consistent_index(sequence)

@@ -1,6 +1,7 @@
 """Partitions by attention follow the tokens that are generated: repairs, warm passes, and what happens meanwhile."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import jobs
 from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime.index import Packed
-from ckv_compile.testing import assert_consistent_index, bare_sequence, members_of
+from ckv_compile.testing import (
+    assert_consistent_index,
+    assert_whole_communities,
+    bare_sequence,
+    members_of,
+    retrieve_step,
+)
 
 TOKENS, PROMPT, HEADS, KAPPA = 420, 120, 4, 6
 STATE = (
@@ -257,3 +264,37 @@ def assert_consistent_index_of_pages(sequence):
         members = members_of(sequence.index, layer, 0, graph)
         end = int(sequence.index.n_indexed[layer, 0])
         assert sorted(position for community in members for position in community) == list(range(4, end))
+
+
+@pytest.mark.parametrize("graph", ["attention", "mixed"])
+def test_steps_find_whole_communities_of_one_partition_while_it_is_replaced_all_the_time(monkeypatch, graph):
+    """Workers finish at random moments, and what they made is published before almost every step."""
+    delays, delivered, published = np.random.default_rng(0), {}, set()
+    original = sequences.Finished
+
+    def record(epoch, layer, start, stop, result, *rest):
+        delivered[layer, stop] = delivered.get((layer, stop), [])
+        delivered[layer, stop].append([[part.labels.copy() for part in row] for row in result])
+        time.sleep(delays.random() * 0.004)
+        return original(epoch, layer, start, stop, result, *rest)
+
+    monkeypatch.setattr(sequences, "Finished", record)
+    options = {"workers": 3, "repair_interval": 1, "refresh_interval": 3, "recent_window": 4, "budget": 60}
+    story = Story(attention_config(graph=graph, block_size=64, append_block=64, **options))
+    sequence = story.sequence
+    sequence.wait()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(250):
+        sequence.publish()
+        for layer in range(2):
+            (stop, _), indexed = sequence.index.marks[layer][-1], int(sequence.index.n_indexed[layer, 0])
+            published.add((layer, stop))
+            shown = sequence.index.label[layer, 0, :, :stop].numpy()
+            assert any(np.array_equal(shown, np.stack(one[0])) for one in delivered[layer, stop])
+            query = torch.randn(1, 4, 1, 16, generator=generator)
+            tokens, count = retrieve_step(sequence, layer, query, 120)
+            assert int(tokens.max()) < indexed
+            assert_whole_communities(sequence, layer, tokens, count)
+        story.steps(1)
+    assert len(published) > 50
+    assert not sequence.statistics.failures
