@@ -30,6 +30,8 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
     finished = sequence.waiting.pop((layer, 0), None)
     if finished is None or (index.marks[layer] and finished.stop < index.marks[layer][-1][0]):
         return  # nothing, or overtaken by a partition of more tokens
+    if finished.errors and index.marks[layer]:
+        return  # communities of fewer tokens are better than pages
     logged = _logged_since(sequence, layer, finished.stop)
     index.replace(layer, finished.stop, finished.packed, sequence.keys(layer))
     sequence.keep(finished)

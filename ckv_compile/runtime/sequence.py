@@ -511,7 +511,7 @@ class Sequence:
         self.statistics.waited_seconds += time.perf_counter() - began
 
     def _failed(self, error: str) -> None:
-        log.warning("a partition failed and contiguous pages stand in: %s", error)
+        log.warning("a partition failed; contiguous pages stand in, or an earlier one stays: %s", error)
         self.statistics.failures.append(error)
         self.error = error
 

@@ -242,11 +242,10 @@ def test_a_crop_keeps_what_it_leaves_of_the_edges():
     assert_consistent_index(story.sequence)
 
 
-def test_where_a_partition_failed_repairs_wait_for_one_that_does_not(monkeypatch):
+def test_where_the_first_partition_failed_repairs_wait_for_one_that_does_not(monkeypatch):
     original = jobs.partition_whole
-    story = Story(attention_config())
     monkeypatch.setattr(jobs, "partition_whole", None)
-    story.sequence.refreshed_at = 0
+    story = Story(attention_config())
     story.steps(50)
     assert len(story.sequence.statistics.failures) == 2
     assert all(edges.kept is None for edges in story.sequence.edges)
@@ -256,6 +255,58 @@ def test_where_a_partition_failed_repairs_wait_for_one_that_does_not(monkeypatch
     assert len(story.sequence.statistics.failures) == 2
     assert_consistent_index(story.sequence)
     story.assert_weights_of_eq_7()
+
+
+def raises(*args, stop):
+    raise BaseException("bare")
+
+
+def sleeps(*args, stop):
+    time.sleep(0.8)
+
+
+@pytest.mark.parametrize("name", ["partition_whole", "repair_edges"])
+@pytest.mark.parametrize("fails", [raises, sleeps])
+def test_a_refresh_that_fails_leaves_the_partition_and_a_line(monkeypatch, name, fails):
+    story = Story(attention_config(workers=1, partition_timeout=0.5))
+    story.sequence.wait()
+    story.steps(1)
+    original = getattr(jobs, name)
+    monkeypatch.setattr(jobs, name, lambda *args, backlog=None, stop: fails(*args, stop=stop))
+    for _ in range(70):
+        story.steps(1)
+        story.sequence.wait()
+    monkeypatch.setattr(jobs, name, original)
+    story.steps(1)
+    failures = story.sequence.statistics.failures
+    assert failures
+    assert all(("bare" if fails is raises else "longer than 0.5 s") in failure for failure in failures)
+    assert_consistent_index(story.sequence)
+    story.assert_weights_of_eq_7()
+    assert story.sequence.index.n_indexed.min() == story.sequence.length
+    for _ in range(70):
+        story.steps(1)
+        story.sequence.wait()
+    assert story.sequence.index.marks[0][-1][0] > 240
+    story.assert_weights_of_eq_7()
+
+
+def test_an_engine_process_that_dies_costs_pages_and_a_line(monkeypatch):
+    from ckv_compile.community import engines
+
+    call = engines.EngineProcess.call
+
+    def die(self, *args):
+        self._process.kill()
+        return call(self, *args)
+
+    monkeypatch.setattr(engines.EngineProcess, "call", die)
+    story = Story(attention_config(workers=1, leiden_engine="igraph", gamma=2.0))
+    story.sequence.wait()
+    story.steps(1)
+    assert all("the igraph process ended" in failure for failure in story.sequence.statistics.failures)
+    assert len(story.sequence.statistics.failures) == 2
+    assert_consistent_index_of_pages(story.sequence)
 
 
 def assert_consistent_index_of_pages(sequence):
