@@ -87,7 +87,7 @@ class IndexShape:
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
         log = 4 * config.refresh_interval if assigns_tokens(config) else 1
-        blocks = tokens // config.append_block + 2
+        blocks = tokens // config.append_block + tokens // config.block_size + 2
         graphs = geometry.num_graphs(config.graph_aggregation)
         return cls(
             layers=geometry.num_layers,

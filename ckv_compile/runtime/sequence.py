@@ -121,7 +121,7 @@ class Sequence:
         self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
         self.joined: dict[int, Finished] = {}  # layer -> one partition of several of its blocks
         self.joining: set[int] = set()  # layers of which such a partition is under way
-        self.closed = [0] * geometry.num_layers  # tokens up to which no blocks are joined any more
+        self.closed = [0] * geometry.num_layers  # tokens up to which blocks were joined, or could not be
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
         self.unseen_queries = False
@@ -274,7 +274,8 @@ class Sequence:
         if self.length <= self.config.min_context:
             return
         if self.in_blocks:
-            if self.length - min(self.submitted) >= self.config.append_block:
+            start, block = min(self.submitted), self.config.block_size
+            if self.length - start >= min(self.config.append_block, block - start % block):
                 for layer in range(self.geometry.num_layers):
                     self._offer_blocks(layer, self.keys(layer), self.length, final=False)
         else:
@@ -334,8 +335,13 @@ class Sequence:
         block, least = self.config.block_size, self.config.append_block
         while self.submitted[layer] < upto:
             start = self.submitted[layer]
-            size = block if final or upto - start >= block else least
-            stop = upto if final else start + (upto - start) // size * size
+            room = block - start % block  # up to where the next full block begins
+            if final:
+                size, stop = block, upto
+            elif upto - start >= room:
+                size, stop = room, start + (upto - start) // room * room if room == block else start + room
+            else:
+                size, stop = least, start + (upto - start) // least * least
             if stop == start:
                 return
             if not key.is_cuda:  # workers have the first block while the host compares the keys of the next
@@ -354,12 +360,12 @@ class Sequence:
                 )  # fmt: skip
 
     def offer_joined(self, layer: int) -> None:
-        """Partition published small blocks together once no other fits in beside them."""
+        """Partition published small blocks together once they fill a block."""
         config = self.config
         if config.policy != "communities" or layer in self.joining:
             return
         ends = [tokens for tokens, _ in self.index.marks[layer]]
-        span, self.closed[layer] = joinable(ends, self.closed[layer], config.block_size, config.append_block)
+        span = joinable(ends, self.closed[layer], config.block_size)
         if span is None:
             return
         self.joining.add(layer)
@@ -535,26 +541,20 @@ class Sequence:
         return sum(bool(marks) for marks in self.index.marks)
 
 
-def joinable(ends: list[int], closed: int, block: int, least: int) -> tuple[tuple[int, int] | None, int]:
-    """The first run of small blocks that fills a block: no other of ``least`` tokens, or not the next, fits beside it.
+def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:
+    """First position and end of the earliest full block behind ``closed`` that small ones cover; None without one.
 
-    ends: where each block ends, ascending. closed: an end before which nothing is looked for. Returns the run's first
-    position and end, None without one, and the end before which nothing has to be looked for again.
+    ends: where each block ends, ascending; full blocks begin at multiples of ``block``, and none reaches into the next.
     """
-    start, count = closed, 0
-    for previous, end in zip([0, *ends], ends, strict=False):
-        if end <= closed:
-            continue
-        if end - start > block:
-            if count > 1:
-                return (start, previous), start
-            start, count = previous, 0
-        count += 1
-        if end - start > block - least:
-            if count > 1:
-                return (start, end), start
-            start, count = end, 0
-    return None, start
+    count = 0
+    for end in ends:
+        if end > closed:
+            count += 1
+            if end % block == 0:
+                if count > 1:
+                    return end - block, end
+                count = 0
+    return None
 
 
 def _handle_submission(identifier: int, layer: int, key, length: int, num_new: int, neighbor, weight) -> None:

@@ -41,20 +41,42 @@ def ends(sequence):
 @pytest.mark.parametrize(
     ("block_ends", "closed", "expected"),
     [
-        ([], 0, (None, 0)),
-        ([64, 128], 0, (None, 128)),
-        ([16, 32, 48], 0, (None, 0)),
-        ([16, 32, 48, 64], 0, ((0, 64), 0)),
-        ([64, 80, 96, 112, 128, 144], 0, ((64, 128), 64)),
-        ([30, 46, 62], 0, ((0, 62), 0)),  # a short block of the prompt and what fits in beside it
-        ([33, 49], 0, ((0, 49), 0)),
-        ([20, 36, 100, 116], 0, ((0, 36), 0)),  # cut off by a full one
-        ([20, 84, 100], 0, (None, 84)),
-        ([64, 80, 96, 112, 128, 144], 128, (None, 128)),
+        ([], 0, None),
+        ([64, 128, 190], 0, None),
+        ([16, 32, 48], 0, None),
+        ([16, 32, 48, 64], 0, (0, 64)),
+        ([64, 80, 96, 112, 128, 144], 0, (64, 128)),
+        ([30, 46, 62, 64], 0, (0, 64)),
+        ([64, 80, 128, 192, 200, 256], 128, (192, 256)),
+        ([64, 80, 96, 112, 128, 144], 128, None),
     ],
 )
-def test_blocks_are_joined_when_nothing_else_fits_beside_them(block_ends, closed, expected):
-    assert joinable(block_ends, closed, 64, 16) == expected
+def test_blocks_are_joined_when_they_fill_one(block_ends, closed, expected):
+    assert joinable(block_ends, closed, 64) == expected
+
+
+@pytest.mark.parametrize("prompt", [30, 63, 70, 112, 128])
+def test_full_blocks_begin_where_those_of_the_whole_would(prompt):
+    sequence = prefilled(keys_config(), prompt)
+    longest = 0
+    for _ in range(200):
+        extend_sequence(sequence, 1)
+        longest = max(longest, sequence.length - ends(sequence)[-1])
+    assert [end for end in ends(sequence) if end < 192] == [64, 128]
+    assert longest <= 18  # a block is published one step after it is offered
+    assert_consistent_index(sequence)
+
+
+def test_a_later_turn_closes_the_open_block_first():
+    sequence = prefilled(keys_config(), 70)
+    for layer in range(2):
+        sequence.offer(layer, sequence.keys(layer), 70, 150, None, None)
+    sequence.prefilled(220)
+    sequence.publish()
+    assert ends(sequence) == [64, 70, 128, 192, 208]
+    extend_sequence(sequence, 2)
+    assert ends(sequence) == [64, 128, 192, 208]
+    assert_consistent_index(sequence)
 
 
 @pytest.mark.parametrize("options", [{}, {"append": "assign"}, {"graph_aggregation": "layer"}], ids=str)
