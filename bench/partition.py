@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.partition_stream import causal, claims_of_stream, stream_attention, stream_keys
+from bench.partition_stream import causal, claims_of_stream, drifting_keys, stream_attention, stream_keys
 from bench.results_file import write_results
 from ckv_compile.community.engine_process import partition_edges
 from ckv_compile.community.engines import edge_list
@@ -77,7 +77,10 @@ def causal_top(scores, first_row: int, log_normaliser=None):
 
 
 def capture_windows(windows: int, progress: Progress) -> dict[str, np.ndarray]:
-    """By layer: attention lists and probabilities [windows, H, n, kappa], key lists [windows, KV heads, n, kappa]."""
+    """By layer: attention lists and probabilities [windows, H, n, kappa], key lists [windows, KV heads, n, kappa].
+
+    And the keys themselves, float16 [windows, KV heads, n, D].
+    """
     import importlib.util
 
     import torch
@@ -118,7 +121,8 @@ def capture_windows(windows: int, progress: Progress) -> dict[str, np.ndarray]:
                     parts.append(causal_top(scores, begin)[0])
                 keys.append(np.concatenate(parts))
                 keys[-1][:SINKS] = -1
-            for name, value_ in (("ids", ids), ("alphas", alphas), ("keys", keys)):
+            vectors = key[0].half().numpy()
+            for name, value_ in (("ids", ids), ("alphas", alphas), ("keys", keys), ("vectors", vectors)):
                 lists.setdefault(f"{name}{layer}", []).append(np.stack(value_))
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=scaling
@@ -297,6 +301,8 @@ def captured_lists(args: argparse.Namespace, progress: Progress) -> dict[str, np
 
 def stream(args: argparse.Namespace, console: Console) -> None:
     """The mode ``--stream``: print and write how modularity holds while tokens are generated."""
+    import torch
+
     total = args.prompt + args.stream
     ids, alphas = planted_lists(total, 32, 0.8, 0)
     cells = {"planted, 0.8 inside": (causal(ids), alphas)}
@@ -323,7 +329,15 @@ def stream(args: argparse.Namespace, console: Console) -> None:
             for plan, config in plans.items()
         ]
         keys = CommunityConfig(min_context=0, workers=0, deterministic=True)
-        rows.append(stream_keys(args.prompt, args.stream, keys) | {"plan": "small blocks, joined"})
+        vectors = {"drifting keys": drifting_keys(total, 32, 0)}
+        if args.windows:
+            vectors |= {
+                f"8k keys, layer {layer}": torch.from_numpy(lists[f"vectors{layer}"][:1])[None] for layer in LAYERS
+            }
+        rows += [
+            stream_keys(name, tensor.float(), args.prompt, args.stream, keys) | {"plan": "small blocks, joined"}
+            for name, tensor in vectors.items()
+        ]
     table = Table("graph", "plan", "gamma", "modularity", "cold", "ratio", "repair CPU s", "warm CPU s")
     for row in rows:
         spent = [row.get(f"{kind}_cpu_s") for kind in ("repair", "warm")]

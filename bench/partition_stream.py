@@ -1,7 +1,7 @@
 """Modularity of a partition that follows generated tokens, against one of all tokens from scratch at the same gamma.
 
 Attention graphs: local moves every ``repair_interval`` and a warm pass every ``refresh_interval`` tokens, or one of the
-two. Key graphs: small blocks, joined into full ones, against blocks of the whole, over clustered random keys.
+two. Key graphs: small blocks, joined into full ones, against blocks of the whole.
 """
 
 from __future__ import annotations
@@ -63,19 +63,37 @@ def stream_attention(
     }  # fmt: skip
 
 
-def stream_keys(prompt: int, tokens: int, config: CommunityConfig) -> dict:
-    """Stream ``tokens`` tokens behind a prompt with ``graph="keys"``, through the runtime; CPU, random keys."""
+def drifting_keys(tokens: int, dim: int, seed: int) -> torch.Tensor:
+    """Keys [1, 1, 1, tokens, dim]: a topic begins every 12 tokens, and a token belongs to one of the latest, mostly."""
+    rng = np.random.default_rng(seed)
+    topics = rng.normal(size=(tokens // 12 + 1, dim))
+    age = np.minimum(rng.geometric(0.3, tokens) - 1, np.arange(tokens) // 12)
+    far = rng.random(tokens) < 0.1
+    which = np.where(
+        far, (rng.random(tokens) * (np.arange(tokens) // 12 + 1)).astype(int), np.arange(tokens) // 12 - age
+    )
+    keys = topics[which] + 0.6 * rng.normal(size=(tokens, dim))
+    return torch.from_numpy(keys.astype(np.float32))[None, None, None]
+
+
+def stream_keys(name: str, keys: torch.Tensor, prompt: int, tokens: int, config: CommunityConfig) -> dict:
+    """Stream ``tokens`` tokens behind a prompt with ``graph="keys"``, through the runtime on the CPU.
+
+    keys: float32 [1, 1, Hkv, >= prompt + tokens, D]. The modularities are those of the first head's graph of all
+    tokens, in full blocks.
+    """
     sequences = []
-    for known in (prompt, prompt + tokens):
-        sequence = bare_sequence(config, prompt + tokens + 1, layers=1)
+    n, first = prompt + tokens, config.num_sink_tokens
+    keys = torch.nn.functional.pad(keys[:, :, :, :n], (0, 0, 0, 1))  # room for the step after the last
+    for known in (prompt, n):
+        sequence = bare_sequence(config, n + 1, keys=keys)
         sequence.offer(0, sequence.keys(0), 0, known, None, None)
         sequence.prefilled(known)
-        extend_sequence(sequence, prompt + tokens - known)
+        extend_sequence(sequence, n - known)
         for _ in range(2):
             sequence.wait()
             sequence.publish()
         sequences.append(sequence)
-    n, first = prompt + tokens, config.num_sink_tokens
     found = torch.ops.ckv.key_neighbors(
         sequences[0].keys(0), torch.zeros(1, dtype=torch.int32), 0, n, config.kappa, first, False, config.block_size
     ).numpy()[0, 0]  # fmt: skip
@@ -89,7 +107,7 @@ def stream_keys(prompt: int, tokens: int, config: CommunityConfig) -> dict:
             labels[members] = community
         values.append(modularity(graph, labels[first:], gamma))
     return {
-        "graph": "clustered keys", "prompt": prompt, "tokens": tokens, "append_block": config.append_block,
+        "graph": name, "prompt": prompt, "tokens": tokens, "append_block": config.append_block,
         "block_size": config.block_size, "gamma": gamma, "modularity": values[0], "cold_modularity": values[1],
         "ratio": values[0] / values[1],
         "blocks": [tokens for tokens, _ in sequences[0].index.marks[0]],

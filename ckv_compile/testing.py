@@ -505,21 +505,26 @@ def _op_name(node: torch.fx.Node) -> str:
     return node.target._opname if _is_ours(node) else getattr(node.target, "__name__", str(node.target))
 
 
-def bare_sequence(config: Any, capacity: int, *, batch: int = 1, layers: int = 2, seed: int = 0) -> Any:
+def bare_sequence(
+    config: Any, capacity: int, *, batch: int = 1, layers: int = 2, seed: int = 0, keys: Tensor | None = None
+) -> Any:
     """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
 
-    Its cache holds no token yet; ``extend_sequence`` adds some.
+    keys: float32 [layers, B, Hkv, capacity, D] to use instead. Its cache holds no token yet; ``extend_sequence`` adds
+    some.
     """
     from ckv_compile.community.resolution import ResolutionMemory
     from ckv_compile.passes.rewrite_plan import AttentionGeometry
     from ckv_compile.runtime.sequence import Sequence
 
-    generator = torch.Generator().manual_seed(seed)
-    topics = torch.randn(layers, batch, 2, 24, 16, generator=generator)
-    which = torch.randint(0, 24, (layers, batch, 2, capacity), generator=generator)
-    keys = torch.take_along_dim(topics, which[..., None], 3) * 1.5
-    keys = keys + torch.randn(keys.shape, generator=generator)
-    geometry = AttentionGeometry(layers, 4, 2, 16, torch.float32, torch.device("cpu"))
+    if keys is None:
+        generator = torch.Generator().manual_seed(seed)
+        topics = torch.randn(layers, batch, 2, 24, 16, generator=generator)
+        which = torch.randint(0, 24, (layers, batch, 2, capacity), generator=generator)
+        keys = torch.take_along_dim(topics, which[..., None], 3) * 1.5
+        keys = keys + torch.randn(keys.shape, generator=generator)
+    layers, batch, heads, _, dim = keys.shape
+    geometry = AttentionGeometry(layers, 2 * heads, heads, dim, torch.float32, torch.device("cpu"))
     return Sequence(config, geometry, batch, capacity, keys.__getitem__, ResolutionMemory())
 
 
