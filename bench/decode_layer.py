@@ -326,7 +326,7 @@ def fill_index(sequence: Sequence, indexed: int, mean_size: int, seed: int = 0) 
         index.used[layer], index.marks[layer] = used, [(indexed, used)]
         index.num_communities[layer].fill_(used)
     index.n_indexed.fill_(indexed)
-    index.log_first.fill_(indexed)
+    index.begin_log(indexed)
     sequence.submitted = [indexed] * shape.layers
     sequence.refreshed_at = sequence.length
     return {"communities": used, "mean_held": (indexed - first) / max(1, used), "largest": largest,

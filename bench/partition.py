@@ -9,11 +9,13 @@ graph object from a ready edge list. ``attention_graph`` (lists to CSR) is charg
 to be evaluated either way; ``*_without_lists`` claims leave it out for igraph.
 
     python -m bench.partition --nodes 131072
+    python -m bench.partition --stream 4096       # instead: partitions that follow generated tokens, against cold ones
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import math
 import statistics
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.partition_stream import causal, claims_of_stream, drifting_keys, stream_attention, stream_keys
 from bench.results_file import write_results
 from ckv_compile.community.engine_process import partition_edges
 from ckv_compile.community.engines import edge_list
@@ -74,7 +77,10 @@ def causal_top(scores, first_row: int, log_normaliser=None):
 
 
 def capture_windows(windows: int, progress: Progress) -> dict[str, np.ndarray]:
-    """By layer: attention lists and probabilities [windows, H, n, kappa], key lists [windows, KV heads, n, kappa]."""
+    """By layer: attention lists and probabilities [windows, H, n, kappa], key lists [windows, KV heads, n, kappa].
+
+    And the keys themselves, float16 [windows, KV heads, n, D].
+    """
     import importlib.util
 
     import torch
@@ -115,7 +121,8 @@ def capture_windows(windows: int, progress: Progress) -> dict[str, np.ndarray]:
                     parts.append(causal_top(scores, begin)[0])
                 keys.append(np.concatenate(parts))
                 keys[-1][:SINKS] = -1
-            for name, value_ in (("ids", ids), ("alphas", alphas), ("keys", keys)):
+            vectors = key[0].half().numpy()
+            for name, value_ in (("ids", ids), ("alphas", alphas), ("keys", keys), ("vectors", vectors)):
                 lists.setdefault(f"{name}{layer}", []).append(np.stack(value_))
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=scaling
@@ -280,6 +287,71 @@ def warm_up() -> None:
     partition_attention(ids, alphas, 0, config=config, memory=ResolutionMemory(), layer=0, graph=0)
 
 
+def captured_lists(args: argparse.Namespace, progress: Progress) -> dict[str, np.ndarray]:
+    """``capture_windows``, or what the file of ``--captured`` kept of it."""
+    if args.captured and args.captured.exists():
+        with np.load(args.captured) as file:
+            return dict(file)
+    lists = capture_windows(args.windows, progress)
+    if args.captured:
+        args.captured.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(args.captured, **lists)
+    return lists
+
+
+def stream(args: argparse.Namespace, console: Console) -> None:
+    """The mode ``--stream``: print and write how modularity holds while tokens are generated."""
+    import torch
+
+    total = args.prompt + args.stream
+    ids, alphas = planted_lists(total, 32, 0.8, 0)
+    cells = {"planted, 0.8 inside": (causal(ids), alphas)}
+    with Progress(console=console) as progress:
+        if args.windows:
+            if total > WINDOW:
+                raise SystemExit(f"--prompt and --stream must be at most {WINDOW} tokens together, got {total}")
+            lists = captured_lists(args, progress)
+            for layer in LAYERS:
+                ids, alphas = lists[f"ids{layer}"][0], lists[f"alphas{layer}"][0]
+                cells[f"8k head, layer {layer}"] = ids[:1], alphas[:1]
+                cells[f"8k group, layer {layer}"] = ids[:3], alphas[:3]
+        default = CommunityConfig(graph="attention")
+        never = total + 1
+        plans = {
+            "repairs and warm passes": default,
+            "warm passes": dataclasses.replace(default, repair_interval=0),
+            "repairs": dataclasses.replace(default, refresh_interval=never),
+        }
+        warm_up()
+        rows = [
+            stream_attention(name, *lists, args.prompt, args.stream, config) | {"plan": plan}
+            for name, lists in progress.track(list(cells.items()))
+            for plan, config in plans.items()
+        ]
+        keys = CommunityConfig(min_context=0, workers=0, deterministic=True)
+        vectors = {"drifting keys": drifting_keys(total, 32, 0)}
+        if args.windows:
+            vectors |= {
+                f"8k keys, layer {layer}": torch.from_numpy(lists[f"vectors{layer}"][:1])[None] for layer in LAYERS
+            }
+        rows += [
+            stream_keys(name, tensor.float(), args.prompt, args.stream, keys) | {"plan": "small blocks, joined"}
+            for name, tensor in vectors.items()
+        ]
+    table = Table("graph", "plan", "gamma", "modularity", "cold", "ratio", "repair CPU s", "warm CPU s")
+    for row in rows:
+        spent = [row.get(f"{kind}_cpu_s") for kind in ("repair", "warm")]
+        table.add_row(
+            row["graph"], row["plan"], f"{row['gamma']:g}", f"{row['modularity']:.5f}", f"{row['cold_modularity']:.5f}",
+            f"{row['ratio']:.4f}", *("" if value is None else f"{value:.4f}" for value in spent),
+        )  # fmt: skip
+    console.print(table)
+    claims = claims_of_stream(rows)
+    console.print(claims)
+    path = write_results("partition_stream", rows, claims, folder=args.out, unit="modularity, eq. 5")
+    console.print(f"wrote {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=131072, help="tokens of the long graphs; 0 leaves them out")
@@ -289,6 +361,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--engines", default="igraph,leidenalg", help="engines beside the native one")
     parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--stream", type=int, default=0, metavar="TOKENS", help="tokens that are generated")
+    parser.add_argument("--prompt", type=int, default=3584, help="tokens before those of --stream")
     args = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     engines = args.engines.split(",")
@@ -297,6 +371,9 @@ def main() -> None:
     def attention(ids, alphas):
         return lambda prune=prune: attention_graph(ids, alphas, lam=lam, prune=prune, first=SINKS)
 
+    if args.stream:
+        stream(args, console)
+        return
     rows: list[dict] = []
     with Progress(console=console) as progress:
         warm_up()
@@ -308,14 +385,7 @@ def main() -> None:
                 32,
             )
         if args.windows:
-            if args.captured and args.captured.exists():
-                with np.load(args.captured) as file:
-                    lists = dict(file)
-            else:
-                lists = capture_windows(args.windows, progress)
-                if args.captured:
-                    args.captured.parent.mkdir(parents=True, exist_ok=True)
-                    np.savez(args.captured, **lists)
+            lists = captured_lists(args, progress)
             for layer in LAYERS:
                 ids, alphas, keys = (lists[f"{name}{layer}"] for name in ("ids", "alphas", "keys"))
                 cells[f"8k head, layer {layer}"] = (attention(ids[0, :1], alphas[0, :1]), "attention", 16)

@@ -59,6 +59,7 @@ class CommunityConfig:
     budget: int = 4096  # attended tokens of one query, everything included (paper, section 4)
     min_context: int = None  # type: ignore[assignment]  # contexts up to this length decode densely: budget
     refresh_interval: int = 512  # generated tokens between partitions ("attention", "mixed"; paper, appendix B)
+    repair_interval: int = 128  # generated tokens between repairs by local moves in between; 0: none (bench.partition)
     graph_aggregation: Aggregation = "group"  # one index per KV group (paper, section 4.4)
     topk: TopK = "fast"  # lists of prefill on CUDA; "fast" keeps 99.9 % of the probability (bench.topk_prefill)
     append: Append = "attend"
@@ -82,7 +83,8 @@ class CommunityConfig:
             _choice(name, getattr(self, name), get_args(literal))
         for name, least in (
             ("block_size", 64), ("append_block", 16), ("kappa", 1), ("max_community_size", 1), ("num_sink_tokens", 0),
-            ("recent_window", 1), ("budget", 1), ("refresh_interval", 1), ("seed", 0), ("centroid_budget", 0),
+            ("recent_window", 1), ("budget", 1), ("refresh_interval", 1), ("repair_interval", 0),
+            ("seed", 0), ("centroid_budget", 0),
         ):  # fmt: skip
             self._integer(name, least)
         for name in ("cuda_graphs", "deferred_stop", "deterministic", "strict"):

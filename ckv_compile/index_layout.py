@@ -49,6 +49,17 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
 # further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
 SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
 ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
+# the state that has an entry for each community, ``[L, B, G, C, ...]``
+PER_COMMUNITY = (
+    "start",
+    "stored",
+    "size",
+    "centroid",
+    "centroid_scale",
+    "centroid_mean",
+    "community_weight",
+    "mean_value",
+)
 
 
 def assigns_tokens(config: CommunityConfig) -> bool:
@@ -94,7 +105,7 @@ class IndexShape:
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
         log = 4 * config.refresh_interval if assigns_tokens(config) else 1
-        blocks = tokens // config.append_block + 2
+        blocks = tokens // config.append_block + tokens // config.block_size + 2
         graphs = geometry.num_graphs(config.graph_aggregation)
         return cls(
             layers=geometry.num_layers,

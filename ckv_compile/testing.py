@@ -541,3 +541,108 @@ def _op_name(node: torch.fx.Node) -> str:
     if node.op == "output":
         return "output"
     return node.target._opname if _is_ours(node) else getattr(node.target, "__name__", str(node.target))
+
+
+def bare_sequence(
+    config: Any, capacity: int, *, batch: int = 1, layers: int = 2, seed: int = 0, keys: Tensor | None = None
+) -> Any:
+    """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
+
+    keys: float32 [layers, B, Hkv, capacity, D] to use instead. Its cache holds no token yet; ``extend_sequence`` adds
+    some.
+    """
+    from ckv_compile.community.resolution import ResolutionMemory
+    from ckv_compile.passes.rewrite_plan import AttentionGeometry
+    from ckv_compile.runtime.sequence import Sequence
+
+    if keys is None:
+        generator = torch.Generator().manual_seed(seed)
+        topics = torch.randn(layers, batch, 2, 24, 16, generator=generator)
+        which = torch.randint(0, 24, (layers, batch, 2, capacity), generator=generator)
+        keys = torch.take_along_dim(topics, which[..., None], 3) * 1.5
+        keys = keys + torch.randn(keys.shape, generator=generator)
+    layers, batch, heads, _, dim = keys.shape
+    geometry = AttentionGeometry(layers, 2 * heads, heads, dim, torch.float32, torch.device("cpu"))
+    return Sequence(config, geometry, batch, capacity, keys.__getitem__, ResolutionMemory())
+
+
+def extend_sequence(sequence: Any, count: int) -> None:
+    """``count`` decode steps without attention and edges: publish, add a token, offer what has gathered."""
+    for _ in range(count):
+        sequence.publish()
+        sequence.length += 1
+        sequence.length_device.fill_(sequence.length)
+        sequence.offer_appended()
+
+
+def members_of(index: Any, layer: int, row: int, graph: int) -> list[list[int]]:
+    """Positions of every community of one graph, as a decode step finds them: stored members, then those in the log."""
+    number = int(index.num_communities[layer, row, graph])
+    members = []
+    for community in range(number):
+        begin, stored = (int(index.buffers[name][layer, row, graph, community]) for name in ("start", "stored"))
+        members.append(index.member[layer, row, graph, begin : begin + stored].tolist())
+    logged = range(int(index.log_first[layer, row]), int(index.n_indexed[layer, row]))
+    for slot, position in enumerate(logged if "label" in index.buffers else ()):
+        members[int(index.log_community[layer, row, graph, slot])].append(position)
+    return members
+
+
+def assert_consistent_index(sequence: Any) -> None:
+    """Every graph's communities cover what is indexed once; sizes, labels, mean keys and weights are those of theirs."""
+    index, shape = sequence.index, sequence.shape
+    for layer in range(shape.layers):
+        key = sequence.keys(layer)
+        if shape.graphs == 1:
+            key = key.transpose(1, 2).flatten(2)[:, None]  # the heads' keys side by side
+        for row in range(shape.batch):
+            end = int(index.n_indexed[layer, row])
+            first = min(end, sequence.first[row] + sequence.config.num_sink_tokens)
+            for graph in range(shape.graphs):
+                members, at = members_of(index, layer, row, graph), (layer, row, graph)
+                found = sorted(position for community in members for position in community)
+                assert found == list(range(first, end)), f"layer {layer}, row {row}, graph {graph}"
+                assert index.size[at][: len(members)].tolist() == [len(community) for community in members]
+                full = [community for community, positions in enumerate(members) if positions]
+                mean = torch.stack(
+                    [key[row, graph * key.shape[1] // shape.graphs, members[community]].mean(0) for community in full]
+                )
+                step = index.centroid_scale[at][full, None] * index.channel_scale[at]
+                # Codes are rounded to the nearest, and running means are one rounding of the dtype away per token.
+                assert ((index.centroid[at][full] * step - mean).abs() <= 0.51 * step + 1e-4).all()
+                if "label" in index.buffers:
+                    label = index.label[at].tolist()
+                    assert all(label[p] == community for community in full for p in members[community])
+                    total = index.community_weight[at][: len(members)].sum()
+                    torch.testing.assert_close(index.total_weight[at], total, rtol=1e-4, atol=1e-3)
+
+
+def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """What a decode step of ``bare_sequence`` retrieves with ``query`` [B, 4, 1, 16]: ``ckv::route``, ``ckv::retrieve``."""
+    index, config, shape = sequence.index, sequence.config, sequence.shape
+    at, capacity = index.nominal, index.nominal[f"capacity_{layer}"]
+    listed = torch.ops.ckv.route(
+        query, at["centroid"], at["centroid_scale"], at["channel_scale"], at["size"], at["num_communities"], capacity,
+        at["scores"], layer, shape.graphs, shape.kv_heads, 0.25, "max", sequence.length_device, 2048,
+    )  # fmt: skip
+    return torch.ops.ckv.retrieve(
+        *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],
+        at["log_first"], at["num_communities"], at["n_indexed"], capacity, sequence.length_device,
+        sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, config.num_sink_tokens,
+        config.recent_window, "label" in index.buffers,
+    )  # fmt: skip
+
+
+def assert_whole_communities(sequence: Any, layer: int, tokens: Tensor, count: Tensor) -> None:
+    """What was retrieved is a union of communities of the index, each position once."""
+    for row in range(sequence.batch):
+        for graph in range(sequence.shape.graphs):
+            found = tokens[row, graph, : int(count[row, graph])].tolist()
+            assert len(found) == len(set(found)) > 0
+            of_whole = [
+                position
+                for community in members_of(sequence.index, layer, row, graph)
+                if not set(community).isdisjoint(found)
+                for position in community
+            ]
+            assert sorted(of_whole) == sorted(found)

@@ -67,7 +67,8 @@ def test_every_option_is_part_of_the_cache_key():
     changed = {
         "graph": "mixed", "mean_size": 4, "block_size": 1024, "append_block": 128, "kappa": 4, "lam": 0.25, "gamma": 1.0,
         "max_community_size": 32, "score": "softmax", "prune": 0.0, "policy": "random", "num_sink_tokens": 4,
-        "recent_window": 32, "budget": 512, "min_context": 0, "refresh_interval": 64, "graph_aggregation": "layer",
+        "recent_window": 32, "budget": 512, "min_context": 0, "refresh_interval": 64,
+            "repair_interval": 32, "graph_aggregation": "layer",
         "topk": "exact", "append": "assign", "leiden_engine": "igraph", "workers": 7, "partition_timeout": 1.0, "seed": 3,
         "cuda_graphs": False, "deferred_stop": False, "group_projections": "inputs", "deterministic": True,
         "strict": True, "centroid_budget": 64,

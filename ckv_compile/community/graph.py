@@ -7,8 +7,6 @@ import dataclasses
 import numpy as np
 from numba import njit
 
-MIXED_WEIGHT_PER_NODE = 1.0  # strength that each of the two edge sets of ``mixed_graph`` gets per node, on average
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenGraph:
@@ -21,6 +19,7 @@ class TokenGraph:
     indptr: int64 [n + 1]. indices: int32 [nnz]. weights: float32 [nnz], bit-equal in both directions.
     strength: float64 [n], the sum of a row's weights (w_i of eq. 5).
     dropped: list entries that were left out because their weight was NaN, infinite, negative or out of range.
+    key_scale: what a key edge of ``mixed_graph`` was multiplied with; 1 in other graphs.
     """
 
     indptr: np.ndarray
@@ -28,6 +27,7 @@ class TokenGraph:
     weights: np.ndarray
     strength: np.ndarray
     dropped: int = 0
+    key_scale: float = 1.0
 
     @property
     def num_nodes(self) -> int:
@@ -382,22 +382,106 @@ def mixed_graph(
     prune: float,
     first: int = 0,
 ) -> TokenGraph:
-    """Attention edges and key edges in one graph, each set scaled to the same total weight.
+    """Attention edges and key edges in one graph, each set with the same total weight.
 
-    Arguments as for ``attention_graph`` and ``key_graph``. Each set is scaled to an average strength of one per node
-    (a set without an edge contributes nothing); the attention edges are pruned before.
+    Arguments as for ``attention_graph`` and ``key_graph``. The key edges are scaled (not where there are no attention
+    edges); those of attention are pruned and keep their weights, so that edges of later tokens need no scale.
     """
     attention = attention_graph(attention_neighbors, attention_weights, lam=lam, prune=prune, first=first)
     keys = key_graph(key_neighbors, first=first)
     n = attention.num_nodes
     if keys.num_nodes != n:
         raise ValueError(f"the key lists must cover the {n} nodes of the attention lists, got {keys.num_nodes}")
-    scales = [
-        MIXED_WEIGHT_PER_NODE * n / total if (total := float(graph.strength.sum())) > 0.0 else 0.0
-        for graph in (attention, keys)
-    ]
+    totals = float(attention.strength.sum()), float(keys.strength.sum())
+    scale = totals[0] / totals[1] if min(totals) > 0.0 else 1.0
     indptr, indices, weights = _sum_of_graphs(
-        attention.indptr, attention.indices, attention.weights, scales[0],
-        keys.indptr, keys.indices, keys.weights, scales[1],
+        attention.indptr, attention.indices, attention.weights, 1.0, keys.indptr, keys.indices, keys.weights, scale
+    )
+    return TokenGraph(indptr, indices, weights, _row_sums(indptr, weights), attention.dropped, scale)
+
+
+@njit(nogil=True, cache=True)
+def _edges_of_later_lists(neighbors, weights, position, first, lam):
+    """Eq. 2-4 for the lists of tokens ``position ...`` alone, as edges between nodes that may occur more than once.
+
+    Returns low and high int64 [E], weight float64 [E] with low < high, and the number of unusable weights.
+    """
+    heads, count, kappa = neighbors.shape
+    n = position + count - first
+    room = heads * count * (kappa + kappa * (kappa - 1) // 2)
+    low = np.empty(room, np.int64)
+    high = np.empty(room, np.int64)
+    weight = np.empty(room, np.float64)
+    ids = np.empty(kappa, np.int64)
+    alphas = np.empty(kappa, np.float64)
+    used = 0
+    dropped = 0
+    for h in range(heads):
+        for m in range(count):
+            own = position + m - first
+            if own < 0:
+                continue
+            filled = 0
+            for slot in range(kappa):
+                j = np.int64(neighbors[h, m, slot]) - first
+                alpha = weights[h, m, slot]
+                if j < 0 or j >= n:
+                    continue
+                if not (alpha >= 0.0 and alpha < np.inf):
+                    dropped += 1
+                    continue
+                listed = alpha == 0.0
+                for earlier in range(filled):
+                    listed = listed or ids[earlier] == j  # a list is a set
+                if not listed:
+                    ids[filled] = j
+                    alphas[filled] = alpha
+                    filled += 1
+            for x in range(filled):
+                for y in range(-1, x):
+                    other = own if y < 0 else ids[y]
+                    value = 0.5 * lam * alphas[x] if y < 0 else (1.0 - lam) * (alphas[x] * alphas[y])
+                    if other != ids[x] and value > 0.0:
+                        low[used] = min(other, ids[x])
+                        high[used] = max(other, ids[x])
+                        weight[used] = value
+                        used += 1
+    return low[:used], high[:used], weight[:used], dropped
+
+
+def extended_graph(
+    graph: TokenGraph,
+    neighbors: np.ndarray,
+    weights: np.ndarray,
+    *,
+    lam: float,
+    first: int = 0,
+    key_neighbors: np.ndarray | None = None,
+) -> TokenGraph:
+    """A graph and the edges of later tokens: what ``attention_graph`` or ``mixed_graph`` of all lists is, unpruned.
+
+    graph: over positions ``first ..``. neighbors, weights: int32 and float32 [H, m, kappa], lists of the m tokens that
+    follow it, as for ``attention_graph``. key_neighbors: int32 [m, kappa] for a mixed graph, whose scale stays.
+    """
+    neighbors = _lists("neighbors", neighbors, np.int32, 3)
+    weights = _lists("weights", weights, np.float32, 3)
+    position, count = first + graph.num_nodes, neighbors.shape[1]
+    n = graph.num_nodes + count
+    low, high, weight, dropped = _edges_of_later_lists(neighbors, weights, position, first, float(lam))
+    if key_neighbors is not None:
+        keys = _lists("key_neighbors", key_neighbors, np.int32, 2)[None]
+        more = _edges_of_later_lists(keys, np.ones(keys.shape, np.float32), position, first, 1.0)
+        low, high = np.concatenate([low, more[0]]), np.concatenate([high, more[1]])
+        weight = np.concatenate([weight, more[2] * graph.key_scale])
+    edges, place = np.unique(low * n + high, return_inverse=True)
+    low, high = edges // n, edges % n
+    weight = np.bincount(place, weight, len(edges)).astype(np.float32)
+    rows = np.concatenate([low, high])
+    order = np.argsort(rows, kind="stable")
+    later_indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n))]).astype(np.int64)
+    indptr, indices, values = _sum_of_graphs(
+        np.concatenate([graph.indptr, np.full(count, graph.indptr[-1])]), graph.indices, graph.weights, 1.0,
+        later_indptr, np.concatenate([high, low])[order].astype(np.int32), np.concatenate([weight, weight])[order], 1.0,
     )  # fmt: skip
-    return TokenGraph(indptr, indices, weights, _row_sums(indptr, weights), attention.dropped)
+    strength = _row_sums(indptr, values)
+    return TokenGraph(indptr, indices, values, strength, graph.dropped + int(dropped), graph.key_scale)

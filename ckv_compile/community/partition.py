@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from numba import njit
 
 from ckv_compile.community.assign import assign_greedily
 from ckv_compile.community.engines import partition_graph
-from ckv_compile.community.graph import TokenGraph, attention_graph, key_graphs_csr, mixed_graph
-from ckv_compile.community.leiden import leiden_batch, start_labels, stop_flag
+from ckv_compile.community.graph import (
+    TokenGraph,
+    attention_graph,
+    extended_graph,
+    key_graphs_csr,
+    mixed_graph,
+)
+from ckv_compile.community.leiden import leiden_batch, seeded, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
 from ckv_compile.config import CommunityConfig, community_room
+
+MORE_PASSES = 3  # after the planned ones, where nothing waits: later ones change little
 
 
 @dataclasses.dataclass
@@ -25,6 +34,7 @@ class Partition:
     gamma: the resolution used, 0 for pages. dropped: entries with an unusable weight.
     weight: float64 [C], the sum of the members' strengths (w_C of eq. 7); None for pages.
     fallback: why pages stand in for communities, None when they do not.
+    graph: what was partitioned, node i at position ``n - num_nodes + i``; None for pages and for blocks.
     """
 
     labels: np.ndarray
@@ -35,6 +45,7 @@ class Partition:
     dropped: int = 0
     fallback: str | None = None
     weight: np.ndarray | None = None
+    graph: TokenGraph | None = None
 
     @property
     def num_communities(self) -> int:
@@ -171,11 +182,13 @@ def partition_keys_block(
     memory: ResolutionMemory,
     layer: int,
     stop: np.ndarray | None = None,
+    backlog: Callable[[], int] | None = None,
 ) -> list[Partition]:
     """Partition one block of every graph of a layer by its nearest keys.
 
     neighbors: int32 [G, n, kappa], positions within the block, -1 for an empty slot. node_first: positions before it
-    are sinks or padding and never nodes; one number, or one per graph. The result is one partition per graph.
+    are sinks or padding and never nodes; one number, or one per graph. backlog: how many jobs wait; while none does,
+    more passes follow (None: never). The result is one partition per graph.
     """
     neighbors = np.ascontiguousarray(neighbors, np.int32)
     graphs, n, _ = neighbors.shape
@@ -192,6 +205,7 @@ def partition_keys_block(
             indptr, indices, weights, strength, gammas, float(config.mean_size), plan.tolerance, plan.corrections,
             plan.passes, config.max_community_size, config.seed, labels, stop_flag(stop),
         )  # fmt: skip
+        _more_passes(indptr, indices, weights, strength, gammas, config, labels, stop, backlog)
     else:
         labels = np.empty((graphs, n), np.int32)
         for g in range(graphs):
@@ -222,16 +236,18 @@ def partition_attention(
     initial: np.ndarray | None = None,
     gamma: float | None = None,
     stop: np.ndarray | None = None,
+    backlog: Callable[[], int] | None = None,
 ) -> Partition:
     """Partition all positions of one graph by attention (eq. 1-5).
 
     neighbors, weights: int32 and float32 [H, n, kappa], the top lists of the heads that share the graph; -1 for an
     empty slot. node_first: positions before it are sinks or padding. initial: int32 [n], labels of an earlier partition
-    with -1 for new positions (a warm start). gamma: resolution to keep, searched for the mean size when None.
+    with -1 for new positions (a warm start). gamma: resolution to keep, searched for the mean size when None. backlog:
+    how many jobs wait: after a warm start more passes follow while none does (None: never).
     """
     token_graph = attention_graph(neighbors, weights, lam=config.lam, prune=config.prune, first=node_first)
     n = neighbors.shape[1]
-    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop)
+    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop, backlog)
 
 
 def partition_mixed(
@@ -247,6 +263,7 @@ def partition_mixed(
     initial: np.ndarray | None = None,
     gamma: float | None = None,
     stop: np.ndarray | None = None,
+    backlog: Callable[[], int] | None = None,
 ) -> Partition:
     """Partition all positions of one graph by attention and nearest keys together (``mixed_graph``).
 
@@ -254,7 +271,35 @@ def partition_mixed(
     """
     token_graph = mixed_graph(neighbors, weights, key_neighbors, lam=config.lam, prune=config.prune, first=node_first)
     n = neighbors.shape[1]
-    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop)
+    return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop, backlog)
+
+
+def partition_repaired(
+    kept: Partition,
+    neighbors: np.ndarray,
+    weights: np.ndarray,
+    *,
+    config: CommunityConfig,
+    key_neighbors: np.ndarray | None = None,
+    stop: np.ndarray | None = None,
+) -> Partition:
+    """A partition after m more tokens, by local moves that start at them and spread where modularity gains (eq. 5).
+
+    kept: a partition by attention or mixed edges, with its graph; it stays as it is. neighbors, weights: int32 and
+    float32 [H, m, kappa], the later tokens' lists. key_neighbors: int32 [m, kappa] with graph="mixed". Gamma and the
+    scale of key edges stay, and edges are not pruned until the whole is partitioned again. Weights and graph of the
+    result are those of all n + m positions.
+    """
+    assert kept.graph is not None
+    first = len(kept.labels) - kept.graph.num_nodes
+    count = neighbors.shape[1]
+    graph = extended_graph(kept.graph, neighbors, weights, lam=config.lam, first=first, key_neighbors=key_neighbors)
+    labels = np.concatenate([kept.labels[first:], np.full(count, -1, np.int32)])
+    seeds = np.arange(graph.num_nodes - count, graph.num_nodes)
+    labels = seeded(
+        graph, labels, seeds, gamma=kept.gamma, max_community_size=config.max_community_size, stop=stop
+    )  # fmt: skip
+    return _gathered(graph, labels, first, kept.gamma, config)
 
 
 def warm_up(config: CommunityConfig) -> None:
@@ -275,9 +320,12 @@ def warm_up(config: CommunityConfig) -> None:
     if config.graph != "keys" or config.append == "assign":
         labels = np.zeros(3, np.int32)
         assign_greedily(labels, np.ones(4), np.ones(1), lists[:, 3:], weights[:, 3:], 3, gamma=1.0, lam=config.lam)
+    if config.graph != "keys":
+        kept = partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
+        partition_repaired(kept, lists[:, :1], weights[:, :1], config=config, key_neighbors=lists[0, :1])
 
 
-def _partition_one(graph, n, config, memory, key, initial, gamma, stop) -> Partition:
+def _partition_one(graph, n, config, memory, key, initial, gamma, stop, backlog) -> Partition:
     first = n - graph.num_nodes
     plan = SearchPlan.of(config)
     if gamma is not None:
@@ -287,8 +335,31 @@ def _partition_one(graph, n, config, memory, key, initial, gamma, stop) -> Parti
     if initial is not None:
         initial = np.asarray(initial)[first:]
     labels, gamma = _search(graph, float(gamma), plan, config, initial, stop)
+    if initial is not None and config.leiden_engine == "native":
+        one = (graph.indptr[None], graph.indices, graph.weights, graph.strength[None], np.array([gamma]))
+        _more_passes(*one, config, labels[None], stop, backlog)
     if plan.corrections and not (stop is not None and stop[0]):
         _remember(memory, key, gamma, graph.num_nodes, plan)
+    return _gathered(graph, labels, first, gamma, config)
+
+
+def _more_passes(indptr, indices, weights, strength, gammas, config, labels, stop, backlog) -> None:
+    """Up to MORE_PASSES passes over the graphs of ``leiden_batch``, from ``labels``, as long as no job waits."""
+    for _ in range(MORE_PASSES if backlog is not None else 0):
+        if backlog() or (stop is not None and stop[0]):
+            return
+        before = labels.copy()
+        leiden_batch(
+            indptr, indices, weights, strength, gammas, float(config.mean_size), 0.0, 0, 1, config.max_community_size,
+            config.seed, labels, stop_flag(stop),
+        )  # fmt: skip
+        if np.array_equal(before, labels):
+            return
+
+
+def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, config: CommunityConfig) -> Partition:
+    """The partition of positions ``0 .. first + num_nodes - 1`` that labels of the nodes give."""
+    n = first + graph.num_nodes
     padded = np.zeros((1, n), np.int32)
     padded[0, first:] = labels
     alone = np.zeros((1, n), np.bool_)
@@ -301,6 +372,7 @@ def _partition_one(graph, n, config, memory, key, initial, gamma, stop) -> Parti
     strength = np.zeros(n)
     strength[first:] = graph.strength
     _weigh(partition, strength)
+    partition.graph = graph
     return partition
 
 

@@ -139,6 +139,10 @@ class PartitionPool:
         with self._lock:
             return self._lock.wait_for(lambda: self._open == 0, timeout)
 
+    def backlog(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._queue)
+
     @property
     def pending(self) -> int:
         """Jobs that are not answered yet."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import NOMINAL_STATE, IndexShape, assigns_tokens, state_dtypes
-from ckv_compile.runtime.transfer import to_device
+from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.runtime.transfer import pinned
 
 
 class CommunityIndex:
@@ -33,6 +33,7 @@ class CommunityIndex:
         # Host mirrors, per layer: communities in use, and the (tokens, communities) at which each block ended.
         self.used = [0] * shape.layers
         self.marks: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
+        self.log_starts = [0] * shape.layers  # of log_first, in all rows
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
@@ -52,8 +53,9 @@ class CommunityIndex:
 
     def clear(self) -> None:
         """Forget every community: all layers decode densely."""
-        for name in ("n_indexed", "num_communities", "log_first", "tally"):
+        for name in ("n_indexed", "num_communities", "tally"):
             self.buffers[name].zero_()
+        self.begin_log(0)
         self.used = [0] * self.shape.layers
         self.marks = [[] for _ in range(self.shape.layers)]
 
@@ -64,7 +66,15 @@ class CommunityIndex:
             if len(kept) < len(self.marks[layer]) or assigns_tokens(self.config):
                 self.marks[layer], self.used[layer] = kept, kept[-1][1] if kept else 0
                 self.forget_assigned(layer)
-        self.log_first.clamp_(max=length)
+            if self.log_starts[layer] > length:
+                self.begin_log(length, layer)
+
+    def begin_log(self, position: int, layer: int | None = None) -> None:
+        """Decode steps log the tokens from here on, in one layer or in all."""
+        layers = range(self.shape.layers) if layer is None else [layer]
+        (self.log_first if layer is None else self.log_first[layer]).fill_(position)
+        for one in layers:
+            self.log_starts[one] = position
 
     def forget_assigned(self, layer: int) -> None:
         """Back to the published blocks: tokens that decode steps assigned since count no longer as members."""
@@ -81,53 +91,86 @@ class CommunityIndex:
             if name != "scores":
                 larger.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
         larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
+        larger.log_starts = list(self.log_starts)
         return larger
 
     def append_block(
-        self,
-        layer: int,
-        start: int,
-        stop: int,
-        partitions: list[list],
-        key: torch.Tensor,
-        value: torch.Tensor | None = None,
+        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
     ) -> None:
         """Publish the partition of positions ``start .. stop - 1`` behind what the layer has.
 
-        partitions: [batch][graphs], positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``. value: the same of
-        V, needed where the index keeps mean values.
+        block: positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``. value: the same of V, needed where the index
+        keeps mean values.
         """
-        block = _Packed.of(partitions)
         at = self.used[layer]
         upto = at + block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # they are in the new block, or in the tail behind it
-        self._write(layer, at, start, block, key, value)
+        self._write(layer, at, start, block, key, value, anew=at == 0)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
         self.num_communities[layer].fill_(upto)
         self.n_indexed[layer].fill_(stop)
         if assigns_tokens(self.config):
-            self.log_first[layer].fill_(stop)
+            self.begin_log(stop, layer)
 
     def replace(
-        self, layer: int, stop: int, partitions: list[list], key: torch.Tensor, value: torch.Tensor | None = None
+        self, layer: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
     ) -> None:
         """Publish a partition of positions ``0 .. stop - 1`` in place of what the layer has."""
-        block = _Packed.of(partitions)
         upto = block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
-        self._write(layer, 0, 0, block, key, value)
+        self._write(layer, 0, 0, block, key, value, anew=True)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
         self.num_communities[layer].fill_(upto)
         self.n_indexed[layer].fill_(stop)
-        self.log_first[layer].fill_(stop)
+        self.begin_log(stop, layer)
+
+    def join_blocks(
+        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
+    ) -> None:
+        """Publish one partition of positions ``start .. stop - 1`` in place of the blocks that cover exactly them.
+
+        Communities of later blocks keep their members and get the numbers behind it. Arguments as for ``append_block``.
+        """
+        marks, used = self.marks[layer], self.used[layer]
+        ends = [0, *(tokens for tokens, _ in marks)]
+        low, high = ends.index(start), ends.index(stop)
+        at = marks[low - 1][1] if low else 0
+        old, upto = marks[high - 1][1], at + block.start.shape[-1]
+        moved = upto - old
+        assert used + moved <= self.shape.communities, "the index was allocated for fewer communities"
+        if assigns_tokens(self.config):
+            self.forget_assigned(layer)  # some may have joined communities that go
+            self.total_weight[layer].sub_(self.community_weight[layer, :, :, at:old].sum(-1))
+        if moved and used > old:
+            for name in PER_COMMUNITY:
+                if name in self.buffers:
+                    state = self.buffers[name][layer]
+                    state[:, :, upto : used + moved].copy_(state[:, :, old:used].clone())
+            if "label" in self.buffers:
+                label = self.label[layer, :, :, stop : ends[-1]]
+                label.copy_(torch.where(label >= 0, label + moved, label))
+        self._write(layer, at, start, block, key, value, anew=False)
+        self.used[layer] = used + moved
+        later = [(tokens, communities + moved) for tokens, communities in marks[high:]]
+        self.marks[layer] = [*marks[:low], (stop, upto), *later]
+        self.num_communities[layer].fill_(used + moved)
 
     def _write(
-        self, layer: int, at: int, first: int, block: _Packed, key: torch.Tensor, value: torch.Tensor | None
+        self,
+        layer: int,
+        at: int,
+        first: int,
+        block: Packed,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        anew: bool,
     ) -> None:
+        """anew: nothing of the layer's other communities counts any more."""
         upto = at + block.start.shape[-1]
         count = block.member.shape[-1]
         member = self._device(block.member) + first
@@ -138,7 +181,7 @@ class CommunityIndex:
         self.stored[layer, :, :, at:upto].copy_(size)
         self.size[layer, :, :, at:upto].copy_(size)
         centroid = torch.ops.ckv.community_centroids(key, member, start - first, size)
-        if at == 0:
+        if anew:
             self.channel_scale[layer].copy_(channel_scales(centroid, size))
         self.write_centroids(layer, (slice(None), slice(None), slice(at, upto)), centroid)
         if "mean_value" in self.buffers:
@@ -152,7 +195,7 @@ class CommunityIndex:
             weight = self._device(block.weight)
             self.community_weight[layer, :, :, at:upto].copy_(weight)
             total = weight.sum(-1)
-            self.total_weight[layer].copy_(total if at == 0 else self.total_weight[layer] + total)
+            self.total_weight[layer].copy_(total if anew else self.total_weight[layer] + total)
             self.gamma[layer].copy_(self._device(block.gamma))
 
     def write_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
@@ -163,8 +206,16 @@ class CommunityIndex:
         if "centroid_mean" in self.buffers:
             self.centroid_mean[layer][place].copy_(mean)
 
-    def _device(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self.device)
+    def scatter_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
+        """Mean keys ``[c, D]`` of the communities at ``place`` of the layer: int64 row, graph and community, each [c]."""
+        code, scale = torch.ops.ckv.encode_centroids(mean[:, None], self.channel_scale[layer][place[:2]])
+        self.centroid[layer].index_put_(place, code[:, 0])
+        self.centroid_scale[layer].index_put_(place, scale[:, 0])
+        if "centroid_mean" in self.buffers:
+            self.centroid_mean[layer].index_put_(place, mean)
+
+    def _device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
 
 def channel_scales(mean: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
@@ -180,42 +231,40 @@ def channel_scales(mean: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass
-class _Packed:
-    """Partitions of all rows and graphs of a layer, padded to one size: empty communities have size 0."""
+class Packed:
+    """Partitions of all rows and graphs of a layer, padded to one size: empty communities have size 0.
 
-    start: np.ndarray  # int32 [B, G, C]
-    size: np.ndarray  # int32 [B, G, C]
-    member: np.ndarray  # int32 [B, G, M]
-    label: np.ndarray  # int32 [B, G, n]
-    weight: np.ndarray  # float32 [B, G, C]
-    gamma: np.ndarray  # float32 [B, G]
+    On the host, pinned where they go to CUDA. Made by the worker that partitioned, so that publishing only copies.
+    """
+
+    start: torch.Tensor  # int32 [B, G, C]
+    size: torch.Tensor  # int32 [B, G, C]
+    member: torch.Tensor  # int32 [B, G, M]
+    label: torch.Tensor  # int32 [B, G, n]
+    weight: torch.Tensor  # float32 [B, G, C]
+    gamma: torch.Tensor  # float32 [B, G]
 
     @classmethod
-    def of(cls, partitions: list[list]) -> _Packed:
+    def of(cls, partitions: list[list], device: torch.device) -> Packed:
         rows, graphs = len(partitions), len(partitions[0])
         flat = [partition for row in partitions for partition in row]
         communities = max(len(partition.size) for partition in flat)
         members = max(len(partition.member) for partition in flat)
         tokens = max(len(partition.labels) for partition in flat)
         shape = (rows * graphs, max(1, communities))
-        packed = cls(
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.int32),
-            np.zeros((rows * graphs, max(1, members)), np.int32),
-            np.full((rows * graphs, tokens), -1, np.int32),
-            np.zeros(shape, np.float32),
-            np.zeros(rows * graphs, np.float32),
-        )
+        start, size = (np.zeros(shape, np.int32) for _ in range(2))
+        member = np.zeros((rows * graphs, max(1, members)), np.int32)
+        label = np.full((rows * graphs, tokens), -1, np.int32)
+        weight = np.zeros(shape, np.float32)
+        gamma = np.zeros(rows * graphs, np.float32)
         for i, partition in enumerate(flat):
             count = len(partition.size)
-            packed.start[i, :count] = partition.start
-            packed.size[i, :count] = partition.size
-            packed.member[i, : len(partition.member)] = partition.member
-            packed.label[i, : len(partition.labels)] = partition.labels
-            packed.gamma[i] = partition.gamma
+            start[i, :count] = partition.start
+            size[i, :count] = partition.size
+            member[i, : len(partition.member)] = partition.member
+            label[i, : len(partition.labels)] = partition.labels
+            gamma[i] = partition.gamma
             if partition.weight is not None:
-                packed.weight[i, :count] = partition.weight
-        for field in dataclasses.fields(cls):
-            array = getattr(packed, field.name)
-            setattr(packed, field.name, array.reshape(rows, graphs, *array.shape[1:]))
-        return packed
+                weight[i, :count] = partition.weight
+        arrays = (start, size, member, label, weight, gamma)
+        return cls(*(pinned(array.reshape(rows, graphs, *array.shape[1:]), device) for array in arrays))

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from ckv_compile.community.assign import assign_greedily
+from ckv_compile.runtime.transfer import to_device
 
 if TYPE_CHECKING:
-    from ckv_compile.runtime.sequence import Sequence
+    from ckv_compile.runtime.sequence import Finished, Sequence
 
 
 def publish_layer(sequence: Sequence, layer: int) -> None:
@@ -22,17 +23,33 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             indexed = index.marks[layer][-1][0] if index.marks[layer] else 0
             finished = sequence.waiting.pop((layer, indexed), None)
             if finished is None:
-                return
-            index.append_block(layer, finished.start, finished.stop, finished.result, *_cached(sequence, layer))
+                break
+            index.append_block(layer, finished.start, finished.stop, finished.packed, *_cached(sequence, layer))
             sequence.statistics.partitioned(layer, finished.result)
+        _publish_joined(sequence, layer)
+        return
     finished = sequence.waiting.pop((layer, 0), None)
     if finished is None or (index.marks[layer] and finished.stop < index.marks[layer][-1][0]):
         return  # nothing, or overtaken by a partition of more tokens
+    if finished.errors and index.marks[layer]:
+        return  # communities of fewer tokens are better than pages
     logged = _logged_since(sequence, layer, finished.stop)
-    index.replace(layer, finished.stop, finished.result, *_cached(sequence, layer))
+    index.replace(layer, finished.stop, finished.packed, *_cached(sequence, layer))
+    sequence.keep(finished)
     sequence.statistics.partitioned(layer, finished.result)
     if logged is not None:
-        _assign_meanwhile(sequence, layer, finished.stop, *logged)
+        _assign_meanwhile(sequence, layer, finished, *logged)
+
+
+def _publish_joined(sequence: Sequence, layer: int) -> None:
+    """Put one partition in the place of several small blocks; where it failed, they stay."""
+    finished = sequence.joined.pop(layer, None)
+    if finished is not None:
+        sequence.joining.discard(layer)
+        sequence.closed[layer] = finished.stop
+        if not finished.errors:
+            sequence.index.join_blocks(layer, finished.start, finished.stop, finished.packed, *_cached(sequence, layer))
+    sequence.offer_joined(layer)
 
 
 def _cached(sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,11 +58,14 @@ def _cached(sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def _logged_since(sequence: Sequence, layer: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Edges ``[B, H, m, kappa]`` of the tokens from ``stop`` on that decode steps logged, or None."""
+    """Edges ``[B, H, m, kappa]`` of the tokens from ``stop`` on that decode steps logged, or None.
+
+    Waits for the device where there are any.
+    """
     index = sequence.index
-    base = index.log_first[layer].tolist()
-    low, high = stop - base[0], sequence.length - base[0]
-    if len(set(base)) > 1 or not 0 <= low < high <= sequence.shape.log:
+    base = index.log_starts[layer]
+    low, high = stop - base, sequence.length - base
+    if not 0 <= low < high <= sequence.shape.log:
         return None
     return (
         index.edge_neighbor[layer, :, :, low:high].to("cpu").numpy().copy(),
@@ -53,35 +73,43 @@ def _logged_since(sequence: Sequence, layer: int, stop: int) -> tuple[np.ndarray
     )
 
 
-def _assign_meanwhile(sequence: Sequence, layer: int, stop: int, neighbor: np.ndarray, weight: np.ndarray) -> None:
+def _assign_meanwhile(
+    sequence: Sequence, layer: int, finished: Finished, neighbor: np.ndarray, weight: np.ndarray
+) -> None:
     """Assign tokens that arrived while the partition ran (eq. 7, with their logged edges).
 
     Where the index has no room for their communities they stay in the attended tail.
     """
-    index, shape = sequence.index, sequence.shape
+    index, shape, stop = sequence.index, sequence.shape, finished.stop
     new, used = neighbor.shape[2], index.used[layer]
     heads = shape.lists // shape.graphs
     lam = 1.0 if sequence.config.graph == "keys" else sequence.config.lam
-    label = index.label[layer, :, :, :stop].to("cpu").numpy()
-    community_weight = index.community_weight[layer].to("cpu").double().numpy()
-    total = index.total_weight[layer].to("cpu").double().numpy()
-    gamma = index.gamma[layer].tolist()
+    community_weight = np.zeros((shape.batch, shape.graphs, shape.communities))
+    total = np.zeros((shape.batch, shape.graphs))
     joined = np.empty((shape.batch, shape.graphs, new), np.int32)
     for row, graph in itertools.product(range(shape.batch), range(shape.graphs)):
         lists = slice(graph * heads, (graph + 1) * heads)
+        partition = finished.result[row][graph]
+        if partition.weight is not None:
+            community_weight[row, graph, : len(partition.weight)] = partition.weight
+            total[row, graph] = partition.weight.sum()
         joined[row, graph] = assign_greedily(
-            label[row, graph], community_weight[row, graph], total[row, graph : graph + 1], neighbor[row, lists],
-            weight[row, lists], stop, gamma=gamma[row][graph], lam=lam, num_communities=used,
+            partition.labels, community_weight[row, graph], total[row, graph : graph + 1], neighbor[row, lists],
+            weight[row, lists], stop, gamma=partition.gamma, lam=lam, num_communities=used,
         )  # fmt: skip
     if joined.min(initial=0) < 0:
         return
-    labels = torch.from_numpy(joined).to(index.device)
-    index.label[layer, :, :, stop : stop + new].copy_(labels)
-    index.log_community[layer, :, :, :new].copy_(labels)
-    index.edge_neighbor[layer, :, :, :new].copy_(torch.from_numpy(neighbor))
-    index.edge_weight[layer, :, :, :new].copy_(torch.from_numpy(weight))
-    index.community_weight[layer].copy_(torch.from_numpy(community_weight.astype(np.float32)))
-    index.total_weight[layer].copy_(torch.from_numpy(total.astype(np.float32)))
+
+    def put(name: str, place: tuple, array: np.ndarray) -> None:
+        index.buffers[name][layer][place].copy_(to_device(array, index.device))
+
+    here = slice(None), slice(None)
+    put("label", (*here, slice(stop, stop + new)), joined)
+    put("log_community", (*here, slice(new)), joined)
+    put("edge_neighbor", (*here, slice(new)), neighbor)
+    put("edge_weight", (*here, slice(new)), weight)
+    put("community_weight", here, community_weight.astype(np.float32))
+    put("total_weight", here, total.astype(np.float32))
     upto = max(used, int(joined.max(initial=-1)) + 1)
     _join_centroids(sequence, layer, stop, joined, upto)
     index.num_communities[layer].fill_(upto)
@@ -89,28 +117,33 @@ def _assign_meanwhile(sequence: Sequence, layer: int, stop: int, neighbor: np.nd
 
 
 def _join_centroids(sequence: Sequence, layer: int, stop: int, joined: np.ndarray, upto: int) -> None:
-    """Running means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m]."""
-    index, graphs = sequence.index, sequence.shape.graphs
+    """Means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m]."""
+    index, (batch, graphs, new) = sequence.index, joined.shape
     key, value = _cached(sequence, layer)
     used = index.used[layer]
     for name in ("start", "stored", "size", "centroid_mean", "mean_value"):
         if name in index.buffers:
             index.buffers[name][layer, :, :, used:upto].zero_()
-    for row, graph, token in np.ndindex(*joined.shape):
-        community = int(joined[row, graph, token])
-        size = index.size[layer, row, graph, community]
-        size += 1
-        mean = index.centroid_mean[layer, row, graph, community].float()
-        mean = mean + (_of_graph(key, row, graph, graphs, stop + token).float() - mean) / size
-        index.write_centroids(layer, (row, graph, slice(community, community + 1)), mean[None])
-        if value is not None:
-            mean = index.mean_value[layer, row, graph, community].float()
-            mean = mean + (_of_graph(value, row, graph, graphs, stop + token).float() - mean) / size
-            index.mean_value[layer, row, graph, community].copy_(mean)
+    graph_of = np.arange(batch * graphs).reshape(batch, graphs, 1)
+    flat = (graph_of * index.shape.communities + joined).reshape(-1)
+    communities, which, count = np.unique(flat, return_inverse=True, return_counts=True)
+    graph_of, community = np.divmod(communities, index.shape.communities)
+    place = tuple(to_device(one, index.device) for one in (graph_of // graphs, graph_of % graphs, community))
+    # A matrix product adds in a fixed order; atomics would not.
+    member = to_device((which.reshape(-1) == np.arange(len(communities))[:, None]).astype(np.float32), index.device)
+    joins = to_device(count.astype(np.int32), index.device)
+    before = index.size[layer][place]
+    after = before + joins
 
+    def mean_of(means: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        own = cache[:, :, stop : stop + new]
+        # One graph over several heads holds theirs side by side.
+        own = own.transpose(1, 2).flatten(2) if graphs == 1 else own.repeat_interleave(graphs // cache.shape[1], 1)
+        total = means[layer][place].float() * before[:, None] + member @ own.reshape(-1, own.shape[-1]).float()
+        return (total / after[:, None]).to(means.dtype)
 
-def _of_graph(cache: torch.Tensor, row: int, graph: int, graphs: int, token: int) -> torch.Tensor:
-    """What a graph averages of one token of K or V ``[B, Hkv, n, D]``: its head's part, or all heads' side by side."""
-    if graphs == 1:
-        return cache[row, :, token].reshape(-1)
-    return cache[row, graph * cache.shape[1] // graphs, token]
+    mean = mean_of(index.centroid_mean, key)
+    if value is not None:
+        index.mean_value[layer].index_put_(place, mean_of(index.mean_value, value))
+    index.size[layer].index_put_(place, after)
+    index.scatter_centroids(layer, place, mean)

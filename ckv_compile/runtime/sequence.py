@@ -27,7 +27,7 @@ from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens
 from ckv_compile.runtime import cuda_graphs, jobs, publication
-from ckv_compile.runtime.index import CommunityIndex
+from ckv_compile.runtime.index import CommunityIndex, Packed
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
 from ckv_compile.runtime.transfer import Arriving, with_arrays
@@ -46,17 +46,45 @@ class Finished:
     start: int
     stop: int
     result: list[list]
+    packed: Packed
     errors: list[str]
+    joins: bool = False  # blocks that are published already
+    edges: jobs.EdgePiece | None = None  # all of positions 0 .. stop - 1, in one piece
 
 
 @dataclasses.dataclass
 class LayerEdges:
-    """Edges of one layer so far, by position ("attention", "mixed"): lists of numpy arrays along the tokens."""
+    """Edges of one layer so far ("attention", "mixed"), and the partition that the last of them are missing in."""
 
-    neighbor: list[np.ndarray] = dataclasses.field(default_factory=list)  # int32 [B, H, m, kappa]
-    weight: list[np.ndarray] = dataclasses.field(default_factory=list)  # float32, the same shape
-    key_neighbor: list[np.ndarray] = dataclasses.field(default_factory=list)  # int32 [B, G, m, kappa], absolute
+    pieces: list[jobs.EdgePiece] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    kept: list[list] | None = None  # the published partition, with its graphs; None where pages stand in
+
+    def append(self, piece: jobs.EdgePiece) -> None:
+        self.pieces.append(piece)
+        self.tokens += piece.tokens
+
+    def since(self, token: int) -> list[jobs.EdgePiece] | None:
+        """The pieces from a token on; None where none begins with it."""
+        start = self.tokens
+        for place in range(len(self.pieces) - 1, -1, -1):
+            start -= self.pieces[place].tokens
+            if start == token:
+                return self.pieces[place:]
+        return None
+
+    def join(self, piece: jobs.EdgePiece) -> None:
+        """Put one piece in the place of those that cover its tokens."""
+        self.pieces = [piece, *(self.since(piece.tokens) or [])]
+
+    def truncate(self, length: int) -> None:
+        if self.kept is not None and len(self.kept[0][0].labels) > length:
+            self.kept = None
+        while self.tokens > length:
+            last = self.pieces.pop()
+            self.tokens -= last.tokens
+            if self.tokens < length:
+                self.append(last.first(length - self.tokens))
 
 
 class Sequence:
@@ -93,10 +121,13 @@ class Sequence:
         self.pending: set[Any] = set()
         self._pending_lock = threading.Lock()
         self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
+        self.joined: dict[int, Finished] = {}  # layer -> one partition of several of its blocks
+        self.joining: set[int] = set()  # layers of which such a partition is under way
+        self.closed = [0] * geometry.num_layers  # tokens up to which blocks were joined, or could not be
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
         self.unseen_queries = False
-        self.refreshed_at = 0
+        self.refreshed_at = self.repaired_at = 0
         self.prefilled_at: float | None = None  # until the index of that prefill is published
         self.error: str | None = None
         _live[self.identifier] = self
@@ -108,10 +139,11 @@ class Sequence:
         self._forget_judgement()
         self.captured = False
         self._forget_submitted()
-        self.length = self.refreshed_at = length
+        self.length = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
         self.index.clear()
         self.submitted = [0] * self.geometry.num_layers
+        self.closed = [0] * self.geometry.num_layers
         self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
         self.unseen_queries = length > 0 and not self.in_blocks
         self.set_first(first)
@@ -119,14 +151,14 @@ class Sequence:
     def prefilled(self, length: int) -> None:
         """A prefill has run; the cache holds ``length`` tokens."""
         self._forget_judgement()
-        self.length = self.refreshed_at = length
+        self.length = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
         self.statistics.prefills += 1
         if assigns_tokens(self.config):
             # Decode steps log their edges from here on; tokens that were assigned are attended until the new index.
             for layer, marks in enumerate(self.index.marks):
                 self.index.n_indexed[layer].fill_(marks[-1][0] if marks else 0)
-            self.index.log_first.fill_(length)
+            self.index.begin_log(length)
         if length > self.config.min_context:
             self.prefilled_at = time.perf_counter()
 
@@ -153,14 +185,19 @@ class Sequence:
             if reached > length:
                 self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
             if edges.tokens > length:
-                self.edges[layer] = _cut(edges, length)
+                edges.truncate(length)
+            marks = self.index.marks[layer]
+            self.closed[layer] = min(self.closed[layer], marks[-1][0] if marks else 0)
         self.length, self.refreshed_at = length, min(self.refreshed_at, length)
+        self.repaired_at = min(self.repaired_at, length)
         self.length_device.fill_(length)
 
     def _forget_submitted(self) -> None:
         """No partition under way is wanted any more: its tokens are gone."""
         self.epoch += 1
         self.waiting.clear()
+        self.joined.clear()
+        self.joining.clear()
         with self._pending_lock:
             pending, self.pending = list(self.pending), set()
         for ticket in pending:
@@ -219,17 +256,15 @@ class Sequence:
         if neighbor is not None:
             edges = self.edges[layer]
             if edges.tokens == length:
-                edges.neighbor.append(neighbor.to("cpu").numpy())
-                edges.weight.append(weight.to("cpu", torch.float32).numpy())
-                if self.config.graph == "mixed":
-                    edges.key_neighbor.append(self._key_neighbors(key, length, upto))
-                edges.tokens = upto
+                keys = self._key_neighbors(key, length, upto) if self.config.graph == "mixed" else None
+                ids, alphas = neighbor.to("cpu").numpy(), weight.to("cpu", torch.float32).numpy()
+                edges.append(jobs.EdgePiece(ids, alphas, keys, num_new))
         if upto <= self.config.min_context:
             return
         if self.in_blocks:
             self._offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
-            self._offer_whole(layer, upto, warm=length > 0)
+            self._offer_whole(layer, warm=length > 0)
 
     @property
     def in_blocks(self) -> bool:
@@ -241,10 +276,11 @@ class Sequence:
         if self.length <= self.config.min_context:
             return
         if self.in_blocks:
-            if self.length - min(self.submitted) >= self.config.append_block:
+            start, block = min(self.submitted), self.config.block_size
+            if self.length - start >= min(self.config.append_block, block - start % block):
                 for layer in range(self.geometry.num_layers):
                     self._offer_blocks(layer, self.keys(layer), self.length, final=False)
-        elif self.length - self.refreshed_at >= self.config.refresh_interval:
+        else:
             self.refresh()
 
     def offer_all(self) -> None:
@@ -259,21 +295,55 @@ class Sequence:
             self._collect_logged_edges()
 
     def refresh(self) -> None:
-        """Partition the whole context again in the background, starting from the present communities."""
-        self.refreshed_at = self.length
+        """Bring generated tokens into the partition in the background, when it is time and nothing is under way.
+
+        Every ``refresh_interval`` tokens all of it is partitioned again, starting from the present communities; in
+        between, every ``repair_interval``, new tokens and what they touch move.
+        """
+        config, length = self.config, self.length
+        anew = length - self.refreshed_at >= config.refresh_interval
+        if not anew and not 0 < config.repair_interval <= length - self.repaired_at:
+            return
+        if self._under_way():
+            return  # later: the workers are behind
+        self.repaired_at = length
+        if anew:
+            self.refreshed_at = length
         if self.unseen_queries or any(edges.tokens == 0 for edges in self.edges):
             return
         self._collect_logged_edges()
-        for layer in range(self.geometry.num_layers):
-            if self.edges[layer].tokens == self.length:
-                self._offer_whole(layer, self.length, warm=True)
+        for layer, edges in enumerate(self.edges):
+            if edges.tokens < length:
+                continue
+            if anew:
+                self._offer_whole(layer, warm=True)
+            elif edges.kept is not None:
+                self._offer_repair(layer)
+
+    def _under_way(self) -> bool:
+        """Whether a partition is being made, or has come back and is not published."""
+        with self._pending_lock:
+            return bool(self.inbox) or bool(self.waiting) or not all(ticket.done for ticket in self.pending)
+
+    def keep(self, finished: Finished) -> None:
+        """A partition of a whole layer was published: what the next one starts from."""
+        edges, partitions = self.edges[finished.layer], finished.result
+        if finished.edges is not None:
+            edges.join(finished.edges)
+        usable = all(partition.graph is not None for row in partitions for partition in row)
+        edges.kept = partitions if usable else None
 
     def _offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
         block, least = self.config.block_size, self.config.append_block
         while self.submitted[layer] < upto:
             start = self.submitted[layer]
-            size = block if final or upto - start >= block else least
-            stop = upto if final else start + (upto - start) // size * size
+            room = block - start % block  # up to where the next full block begins
+            if final:
+                size, stop = block, upto
+            elif upto - start >= room:
+                size, stop = room, start + (upto - start) // room * room if room == block else start + room
+            else:
+                size, stop = least, start + (upto - start) // least * least
             if stop == start:
                 return
             if not key.is_cuda:  # workers have the first block while the host compares the keys of the next
@@ -291,24 +361,49 @@ class Sequence:
                     self.config, self.memory, layer,
                 )  # fmt: skip
 
-    def _offer_whole(self, layer: int, upto: int, *, warm: bool) -> None:
-        edges = self.edges[layer]
-        neighbor, weight = _joined(edges.neighbor), _joined(edges.weight)
-        key_neighbor = _joined(edges.key_neighbor) if edges.key_neighbor else None
-        first = [row + self.config.num_sink_tokens for row in self.first]
-        initial = None
-        if warm and self.index.marks[layer]:
-            initial = self.index.label[layer, :, :, :upto].to("cpu").numpy().copy()
-            for row, indexed in enumerate(self.index.n_indexed[layer].tolist()):
-                initial[row, :, indexed:] = -1  # in no community yet
+    def offer_joined(self, layer: int) -> None:
+        """Partition published small blocks together once they fill a block."""
+        config = self.config
+        if config.policy != "communities" or layer in self.joining:
+            return
+        ends = [tokens for tokens, _ in self.index.marks[layer]]
+        span = joinable(ends, self.closed[layer], config.block_size)
+        if span is None:
+            return
+        self.joining.add(layer)
+        start, stop = span
+        neighbors = Arriving(self._block_neighbors(self.keys(layer), start, stop, stop - start))
+        first = [max(0, row + config.num_sink_tokens - start) for row in self.first]
         self._submit(
-            layer, 0, upto, jobs.partition_whole, neighbor, weight, key_neighbor, first, initial,
-            self.shape.graphs, self.config, self.memory, layer,
+            layer, start, stop, jobs.partition_block, neighbors, first, config, self.memory, layer, self._backlog(),
+            joins=True,
         )  # fmt: skip
 
-    def _submit(self, layer: int, start: int, stop: int, function, *args) -> None:
-        epoch = self.epoch
-        inbox = self.inbox
+    def _offer_whole(self, layer: int, *, warm: bool) -> None:
+        edges = self.edges[layer]
+        first = [row + self.config.num_sink_tokens for row in self.first]
+        kept, backlog = (edges.kept, self._backlog()) if warm else (None, None)
+        self._submit(
+            layer, 0, edges.tokens, jobs.partition_edges, list(edges.pieces), kept, first, self.shape.graphs,
+            self.config, self.memory, layer, backlog,
+        )  # fmt: skip
+
+    def _offer_repair(self, layer: int) -> None:
+        edges = self.edges[layer]
+        assert edges.kept is not None
+        pieces = edges.since(len(edges.kept[0][0].labels))
+        if pieces:
+            self._submit(layer, 0, edges.tokens, jobs.repair_edges, pieces, edges.kept, self.shape.graphs, self.config)
+
+    def _backlog(self):
+        """How many jobs wait, for work that may take longer where none does. None where nothing may depend on that."""
+        config = self.config
+        if config.deterministic or config.workers == 0:
+            return None
+        return shared_pool(config.workers, config.partition_timeout).backlog
+
+    def _submit(self, layer: int, start: int, stop: int, function, *args, joins: bool = False) -> None:
+        epoch, inbox, device = self.epoch, self.inbox, self.geometry.device
         graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
         sinks, first, page = self.config.num_sink_tokens, list(self.first), self.config.mean_size
 
@@ -319,8 +414,14 @@ class Sequence:
             ]
 
         def done(result, error) -> None:
+            if result is None:
+                return  # it was called off
             errors = [f"layer {layer}, positions {start}-{stop - 1}: {error}"] if error is not None else []
-            inbox.append(Finished(epoch, layer, start, stop, result, errors))
+            edges = None
+            if isinstance(result, jobs.Whole):
+                result, edges = result.partitions, result.edges
+            packed = Packed.of(result, device)  # here, in the worker
+            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins, edges))
 
         assert len(first) == batch
         ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
@@ -354,24 +455,28 @@ class Sequence:
         return np.where(found >= 0, found + begin[:, None], found).astype(np.int32)
 
     def _collect_logged_edges(self) -> None:
-        """Bring the edges of generated tokens, which decode steps logged, to the host."""
-        index = self.index
-        log_first = index.log_first.to("cpu").numpy()
+        """Take the edges of generated tokens, which decode steps logged; a worker gets them when they have arrived."""
+        index, room = self.index, self.shape.log
         for layer, edges in enumerate(self.edges):
-            have = edges.tokens
-            if have >= self.length:
-                continue
-            base = int(log_first[layer].min())
-            low, high = have - base, self.length - base
-            if low < 0 or high > self.shape.log or base != int(log_first[layer].max()):
-                continue  # the log moved past them: this layer keeps its partition
-            neighbor = index.edge_neighbor[layer, :, :, low:high].to("cpu").numpy()
-            weight = index.edge_weight[layer, :, :, low:high].to("cpu").numpy()
-            edges.neighbor.append(neighbor)
-            edges.weight.append(weight)
-            if self.config.graph == "mixed":
-                edges.key_neighbor.append(self._key_neighbors(self.keys(layer), have, self.length))
-            edges.tokens = self.length
+            base = index.log_starts[layer]
+            if edges.tokens < base:
+                continue  # what the log began behind: this layer keeps its partition
+            low, high = edges.tokens - base, min(self.length - base, room)
+            if low < high:
+                self._take_edges(layer, index.edge_neighbor[layer], index.edge_weight[layer], low, high)
+            lost = self.length - edges.tokens
+            if lost > 0:  # the log was full: these tokens are known by no edge
+                none = self.batch, self.shape.lists, lost, self.shape.kappa
+                neighbor = index.edge_neighbor.new_full(none, -1)
+                self._take_edges(layer, neighbor, index.edge_weight.new_zeros(none), 0, lost)
+
+    def _take_edges(self, layer: int, neighbor: torch.Tensor, weight: torch.Tensor, low: int, high: int) -> None:
+        """Append entries ``low .. high - 1`` of lists ``[B, H, m, kappa]``, which go on behind the layer's edges."""
+        edges, keys = self.edges[layer], None
+        if self.config.graph == "mixed":
+            keys = self._key_neighbors(self.keys(layer), edges.tokens, edges.tokens + high - low)
+        ids, alphas = (Arriving(one[:, :, low:high].clone()) for one in (neighbor, weight))
+        edges.append(jobs.EdgePiece(ids, alphas, keys, high - low))
 
     # ------------------------------------------------------------------ publication
 
@@ -385,10 +490,13 @@ class Sequence:
                 continue
             for error in finished.errors:
                 self._failed(error)
+            if finished.joins:
+                self.joined[finished.layer] = finished
+                continue
             place = finished.layer, finished.start
             if place not in self.waiting or self.waiting[place].stop < finished.stop:
                 self.waiting[place] = finished
-        if not self.waiting:
+        if not self.waiting and not self.joined:
             return
         for layer in range(self.geometry.num_layers):
             publication.publish_layer(self, layer)
@@ -411,7 +519,7 @@ class Sequence:
         self.statistics.waited_seconds += time.perf_counter() - began
 
     def _failed(self, error: str) -> None:
-        log.warning("a partition failed and contiguous pages stand in: %s", error)
+        log.warning("a partition failed; contiguous pages stand in, or an earlier one stays: %s", error)
         self.statistics.failures.append(error)
         self.error = error
 
@@ -435,19 +543,20 @@ class Sequence:
         return sum(bool(marks) for marks in self.index.marks)
 
 
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
-    if len(pieces) > 1:
-        pieces[:] = [np.concatenate(pieces, axis=2)]
-    return pieces[0]
+def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:
+    """First position and end of the earliest full block behind ``closed`` that small ones cover; None without one.
 
-
-def _cut(edges: LayerEdges, length: int) -> LayerEdges:
-    kept = LayerEdges(tokens=length)
-    for name in ("neighbor", "weight", "key_neighbor"):
-        pieces = getattr(edges, name)
-        if pieces:
-            setattr(kept, name, [_joined(pieces)[:, :, :length]])
-    return kept
+    ends: where each block ends, ascending; full blocks begin at multiples of ``block``, and none reaches into the next.
+    """
+    count = 0
+    for end in ends:
+        if end > closed:
+            count += 1
+            if end % block == 0:
+                if count > 1:
+                    return end - block, end
+                count = 0
+    return None
 
 
 def _handle_submission(identifier: int, layer: int, key, length: int, num_new: int, neighbor, weight) -> None:

@@ -44,7 +44,12 @@ def with_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a tensor whose copies to the device nobody waits for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device. The host does not wait for the stream: the array is read from pinned memory."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return pinned(array, device).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ckv_compile.community.graph import attention_graph, key_graph, mixed_graph
+from ckv_compile.community.graph import attention_graph, extended_graph, key_graph, mixed_graph
 
 
 def brute_force(neighbors, weights, lam):
@@ -120,15 +120,42 @@ def test_mixed_graph_gives_both_edge_sets_the_same_weight(dense, planted_lists):
     keys, _ = planted_lists(90, 9, 0.7, 7)
     attention, key = attention_graph(neighbors, weights, lam=0.5, prune=0.03), key_graph(keys[0])
     mixed = mixed_graph(neighbors, weights, keys[0], lam=0.5, prune=0.03)
-    expected = 90 * (dense(attention) / attention.strength.sum() + dense(key) / key.strength.sum())
-    np.testing.assert_allclose(dense(mixed), expected, rtol=1e-6)
-    assert mixed.strength.sum() == pytest.approx(180, rel=1e-6)
+    scale = attention.strength.sum() / key.strength.sum()
+    np.testing.assert_allclose(dense(mixed), dense(attention) + scale * dense(key), rtol=1e-6)
+    assert mixed.strength.sum() == pytest.approx(2 * attention.strength.sum(), rel=1e-6)
+    assert mixed.key_scale == pytest.approx(scale)
 
 
 def test_mixed_graph_with_one_empty_set_keeps_the_other(dense, planted_lists):
     keys, weights = planted_lists(30, 5, 0.7, 8)
     mixed = mixed_graph(np.full_like(keys, -1), weights, keys[0], lam=0.5, prune=0.0)
     np.testing.assert_array_equal(dense(mixed) > 0, dense(key_graph(keys[0])) > 0)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("known", "first"), [(0, 0), (70, 0), (70, 10), (99, 3), (5, 5)])
+def test_a_graph_and_its_later_lists_are_the_graph_of_all_lists(dense, planted_lists, lam, known, first):
+    neighbors, weights = planted_lists(100, 10, 0.7, 9, heads=3)
+    neighbors = np.where(neighbors <= np.arange(100)[:, None], neighbors, -1).astype(np.int32)  # causal
+    neighbors[1, 80, 3] = neighbors[1, 80, 2]
+    weights[0, 90, 1], weights[0, 91, 1] = np.nan, 0.0
+    early = attention_graph(neighbors[:, :known], weights[:, :known], lam=lam, prune=0.0, first=first)
+    whole = attention_graph(neighbors, weights, lam=lam, prune=0.0, first=first)
+    both = extended_graph(early, neighbors[:, known:], weights[:, known:], lam=lam, first=first)
+    np.testing.assert_allclose(dense(both), dense(whole), rtol=1e-5)
+    np.testing.assert_array_equal(dense(both), dense(both).T)
+    np.testing.assert_allclose(both.strength, whole.strength, rtol=1e-5)
+    assert both.dropped == whole.dropped
+
+
+def test_a_mixed_graph_keeps_its_scale_when_it_is_extended(dense, planted_lists):
+    neighbors, weights = planted_lists(80, 10, 0.8, 9, heads=2)
+    keys = planted_lists(80, 10, 0.8, 3)[0][0]
+    neighbors, keys = (np.where(x <= np.arange(80)[:, None], x, -1).astype(np.int32) for x in (neighbors, keys))
+    early = mixed_graph(neighbors[:, :60], weights[:, :60], keys[:60], lam=0.5, prune=0.0)
+    both = extended_graph(early, neighbors[:, 60:], weights[:, 60:], lam=0.5, key_neighbors=keys[60:])
+    expected = dense(attention_graph(neighbors, weights, lam=0.5, prune=0.0)) + early.key_scale * dense(key_graph(keys))
+    np.testing.assert_allclose(dense(both), expected, rtol=1e-5)
 
 
 def test_shapes_that_do_not_match_raise_with_both_shapes():

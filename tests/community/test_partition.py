@@ -14,6 +14,7 @@ from ckv_compile.community.partition import (
     partition_attention,
     partition_keys_block,
     partition_mixed,
+    partition_repaired,
     warm_up,
 )
 from ckv_compile.community.resolution import ResolutionMemory
@@ -228,6 +229,71 @@ def test_refresh_starts_from_the_last_partition_at_its_gamma(planted_lists):
     graph = attention_graph(neighbors, weights, lam=0.5, prune=0.03, first=10)
     cold = modularity(graph, leiden(graph, gamma=old.gamma, passes=2), old.gamma)
     assert modularity(graph, new.labels[10:], old.gamma) >= 0.99 * cold
+
+
+@pytest.mark.parametrize("config", [ATTENTION, MIXED], ids=lambda config: config.graph)
+def test_repairs_recover_most_of_what_later_tokens_cost(config, planted_lists):
+    config = dataclasses.replace(config, prune=0.0)
+    lists = planted_lists(1600, 40, 0.8, 5)
+    keys = planted_lists(1600, 40, 0.8, 6)[0][0]
+    lists, keys = (
+        (np.where(lists[0] < np.arange(1600)[:, None], lists[0], -1), lists[1]),
+        np.where(keys < np.arange(1600)[:, None], keys, -1),
+    )
+    mixed = config.graph == "mixed"
+
+    def whole(n, **kwargs):
+        common = {"config": config, "memory": ResolutionMemory(), "layer": 0, "graph": 0, **kwargs}
+        if mixed:
+            return partition_mixed(lists[0][:, :n], lists[1][:, :n], keys[:n], 10, **common)
+        return partition_attention(lists[0][:, :n], lists[1][:, :n], 10, **common)
+
+    partition = whole(1000)
+    before = partition.labels.copy()
+    for begin in range(1000, 1600, 100):
+        part = slice(begin, begin + 100)
+        later = partition_repaired(
+            partition, lists[0][:, part], lists[1][:, part], config=config, key_neighbors=keys[part] if mixed else None
+        )
+        assert len(partition.labels) == begin
+        partition = later
+    np.testing.assert_array_equal(before, whole(1000).labels)  # what was kept did not change
+    check(partition, 1600, 10, community_room(1600, config.mean_size))
+    assert partition.size.max() <= 64
+    cold = whole(1600, gamma=partition.gamma)
+    alone = np.concatenate([before, np.full(600, -1, np.int32)])
+    found = (alone, partition.labels, cold.labels)
+    worst, repaired, best = (modularity(partition.graph, labels[10:], partition.gamma) for labels in found)
+    assert repaired - worst >= 0.6 * (best - worst)
+    np.testing.assert_allclose(
+        partition.weight, np.bincount(partition.labels[10:], partition.graph.strength), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("config", [KEYS, ATTENTION], ids=lambda config: config.graph)
+def test_more_passes_follow_only_while_no_job_waits(config, planted_lists):
+    lists = planted_lists(3000, 30, 0.5, 5)
+    memory, start = ResolutionMemory(), np.full(3000, -1, np.int32)
+
+    def run(waiting):
+        asked = []
+
+        def backlog():
+            asked.append(True)
+            return waiting[min(len(asked), len(waiting)) - 1]
+
+        common = {"config": dataclasses.replace(config, gamma=60.0), "memory": memory, "layer": 0, "backlog": backlog}
+        if config.graph == "keys":
+            (partition,) = partition_keys_block(lists[0], 0, **common)
+            graph = key_graph(lists[0][0])
+        else:
+            partition = partition_attention(*lists, 0, graph=0, initial=start, **common)
+            graph = partition.graph
+        return len(asked), modularity(graph, partition.labels, 60.0)
+
+    busy, idle, between = run([5]), run([0]), run([0, 1])
+    assert (busy[0], idle[0], between[0]) == (1, 3, 2)
+    assert busy[1] < between[1] <= idle[1]
 
 
 @pytest.mark.parametrize("engine", ["igraph", "leidenalg"])

@@ -140,10 +140,10 @@ def test_strict_raises_a_failed_partition_at_the_next_call(interpreted, monkeypa
 def test_weights_that_are_no_numbers_are_dropped_and_reported(interpreted, monkeypatch, bad):
     original = jobs.partition_whole
 
-    def poisoned(neighbor, weight, *rest, stop):
+    def poisoned(neighbor, weight, *rest, **kwargs):
         weight = weight.copy()
         weight[..., 20, 0] = bad
-        return original(neighbor, weight, *rest, stop=stop)
+        return original(neighbor, weight, *rest, **kwargs)
 
     monkeypatch.setattr(jobs, "partition_whole", poisoned)
     model = tiny_model("llama")
