@@ -548,8 +548,8 @@ def bare_sequence(
 ) -> Any:
     """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
 
-    keys: float32 [layers, B, Hkv, capacity, D] to use instead. Its cache holds no token yet; ``extend_sequence`` adds
-    some.
+    keys: float32 [layers, B, Hkv, capacity, D] to use instead. Values are keys with their channels reversed. The cache
+    holds no token yet; ``extend_sequence`` adds some.
     """
     from ckv_compile.community.resolution import ResolutionMemory
     from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -563,7 +563,9 @@ def bare_sequence(
         keys = keys + torch.randn(keys.shape, generator=generator)
     layers, batch, heads, _, dim = keys.shape
     geometry = AttentionGeometry(layers, 2 * heads, heads, dim, torch.float32, torch.device("cpu"))
-    return Sequence(config, geometry, batch, capacity, keys.__getitem__, ResolutionMemory())
+    values = keys.flip(-1)
+    memory = ResolutionMemory()
+    return Sequence(config, geometry, batch, capacity, keys.__getitem__, memory, values.__getitem__)
 
 
 def extend_sequence(sequence: Any, count: int) -> None:
@@ -610,6 +612,10 @@ def assert_consistent_index(sequence: Any) -> None:
                 step = index.centroid_scale[at][full, None] * index.channel_scale[at]
                 # Codes are rounded to the nearest, and running means are one rounding of the dtype away per token.
                 assert ((index.centroid[at][full] * step - mean).abs() <= 0.51 * step + 1e-4).all()
+                if "mean_value" in index.buffers:
+                    value = sequence.values(layer)[row, graph * sequence.geometry.num_kv_heads // shape.graphs]
+                    values = torch.stack([value[members[community]].mean(0) for community in full])
+                    torch.testing.assert_close(index.mean_value[at][full], values, rtol=1e-4, atol=1e-4)
                 if "label" in index.buffers:
                     label = index.label[at].tolist()
                     assert all(label[p] == community for community in full for p in members[community])

@@ -79,7 +79,9 @@ def test_a_later_turn_closes_the_open_block_first():
     assert_consistent_index(sequence)
 
 
-@pytest.mark.parametrize("options", [{}, {"append": "assign"}, {"graph_aggregation": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"append": "assign"}, {"graph_aggregation": "layer"}, {"centroid_budget": 4}], ids=str
+)
 def test_generated_tokens_end_up_in_full_blocks(options):
     config = keys_config(**options)
     sequence = prefilled(config, 64, batch=2)
@@ -106,7 +108,7 @@ def test_a_joined_block_is_the_partition_of_its_tokens_at_once():
 
 def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     """A partition that comes back late finds other blocks behind those that it replaces."""
-    sequence = prefilled(keys_config(append="assign"), 64)
+    sequence = prefilled(keys_config(append="assign", centroid_budget=4), 64)
     held = []
     submit = sequence._submit
 
