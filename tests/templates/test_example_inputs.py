@@ -68,7 +68,7 @@ def test_kernels_run_on_the_examples(made, device):
     constants |= dict(retrieve.configs(64)[0], PROGRAMS=4, PARTS=2, OWN=32)
     made["LEFT_OUT"][:] = left_out
     count = rendered.poisoned((BATCH, GRAPHS), torch.int32, device)
-    launch(retrieve.template, ["attended"], constants, (2, BATCH * GRAPHS, 1), made, count)
+    launch(retrieve.template, ["attended", "threshold"], constants, (2, BATCH * GRAPHS, 1), made, count)
     assert ((count > 0) & (count <= BUDGET)).all()
 
     constants = sparse_attention.attend_constants(BATCH, GRAPHS, GRAPHS, DIM, DIM, 0.1, GRAPHS, BUDGET, 10, 64)
