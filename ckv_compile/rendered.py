@@ -92,6 +92,12 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+@functools.lru_cache(maxsize=128)
+def cached_kernel(name: str, constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
+    """The kernel of a template without helpers, rendered once for each set of constants."""
+    return RenderedKernel(name, [], dict(constants))
+
+
 def _load(text: str) -> Any:
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     path = Path(tempfile.gettempdir()) / f"ckv_rendered_{digest}.py"

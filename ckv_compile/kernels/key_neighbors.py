@@ -5,7 +5,6 @@ The operator is called between graphs, not in them, so its kernels are launched 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ckv_compile.kernels.prefill_attention import reads_by_rows
 from ckv_compile.lowering.template_call import Config, next_power_of_2
 from ckv_compile.lowering.topk_prefill import has_tma
-from ckv_compile.rendered import RenderedKernel
+from ckv_compile.rendered import cached_kernel
 
 MOST_KAPPA, GROUPS, PLACE_BITS = 16, 8, 10
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,11 +49,6 @@ def configs(dtype: torch.dtype, dim: int) -> list[Config]:
     return [{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2}]
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel(name: str, constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
-    return RenderedKernel(name, [], dict(constants))
-
-
 def key_neighbors(
     key: Tensor, first: Tensor, start: int, stop: int, block_size: int, kappa: int, num_sink_tokens: int, **tuned: Any
 ) -> Tensor:
@@ -75,10 +69,10 @@ def key_neighbors(
     tensors = {"KEY": key, "SPAN": span}
     inverse = torch.empty(batch, heads, stop - start, dtype=torch.float32, device=key.device)
     lengths = length_constants(dim)
-    _kernel("key_lengths", tuple(lengths.items()))(
+    cached_kernel("key_lengths", tuple(lengths.items()))(
         (-(-(stop - start) // lengths["ROWS"]), heads, batch), tensors, inverse
     )
     programs = -(-(stop - start) // block_size) * -(-block_size // constants["BLOCK_M"])
     grid = (programs, heads, batch)
-    _kernel("key_neighbors", tuple(constants.items()))(grid, {**tensors, "INVERSE": inverse}, neighbor)
+    cached_kernel("key_neighbors", tuple(constants.items()))(grid, {**tensors, "INVERSE": inverse}, neighbor)
     return neighbor

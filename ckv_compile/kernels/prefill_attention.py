@@ -6,7 +6,6 @@ attention. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ckv_compile.lowering.topk_prefill import (
     has_tma,
     most_dim,
 )
-from ckv_compile.rendered import RenderedKernel
+from ckv_compile.rendered import cached_kernel
 
 
 def applies(query: Tensor, value: Tensor, length: Tensor, first: Tensor, sink_logits: Tensor | None) -> bool:
@@ -30,11 +29,6 @@ def applies(query: Tensor, value: Tensor, length: Tensor, first: Tensor, sink_lo
     if sink_logits is not None or length.device.type != "cpu" or first.device.type != "cpu":
         return True
     return query.shape[2] > 1 and bool(length.ne(0).any() or first.ne(0).any())
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel(constants: tuple[tuple[str, Any], ...]) -> RenderedKernel:
-    return RenderedKernel("topk_prefill", [], dict(constants))
 
 
 def prefill_attention(
@@ -56,7 +50,7 @@ def prefill_attention(
         "FIRST": first.to(device, torch.int32, non_blocking=True), "SINK_LOGITS": sink_logits,
     }  # fmt: skip
     grid = (-(-queries // constants["BLOCK_M"]), heads, batch)
-    _kernel(tuple(constants.items()))(grid, tensors, out)
+    cached_kernel("topk_prefill", tuple(constants.items()))(grid, tensors, out)
     return out.transpose(1, 2)
 
 
