@@ -45,7 +45,7 @@ from rich.table import Table
 import ckv_compile.backend
 from bench.decode_layer import fill_index, fill_slab
 from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
-from bench.results_file import write_results
+from bench.results_file import draw, write_results
 from bench.timing import capture, interleaved, label_contexts, synchronize, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -545,10 +545,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, float]:
     claims = claims_of(bench.rows)
     show(bench.rows, claims, console)
     console.print(f"wrote {path}")
-    try:
-        console.print(f"drew {plot(path)}")
-    except ImportError:
-        console.print("matplotlib is not installed: draw the figure later with --plot")
+    draw(console, plot, path)
     return claims
 
 

@@ -9,8 +9,11 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "igraph", "leidenalg", "ckv-compile")
@@ -84,3 +87,11 @@ def write_results(
             continue
         return path
     raise AssertionError
+
+
+def draw(console: Console, plot: Callable[[Path], Path], path: Path) -> None:
+    """Draw a result file, or say how to draw it later where matplotlib is missing."""
+    try:
+        console.print(f"drew {plot(path)}")
+    except ImportError:
+        console.print("matplotlib is not installed: draw the figure later with --plot")

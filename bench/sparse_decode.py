@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCache, dense_forms, is_op, random_slab
-from bench.results_file import write_results
+from bench.results_file import draw, write_results
 from bench.timing import capture, copy_ceiling, interleaved, label_contexts, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import shortlist_slots
@@ -475,10 +475,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     claims = claims_of(rows)
     show(rows, claims, console)
     console.print(f"wrote {path}")
-    try:
-        console.print(f"drew {plot(path)}")
-    except ImportError:
-        console.print("matplotlib is not installed: draw the figure later with --plot")
+    draw(console, plot, path)
     return claims
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.results_file import write_results
+from bench.results_file import draw, write_results
 from bench.timing import interleaved, label_contexts, timing
 
 SINKS, SAMPLED = 10, 256
@@ -266,11 +267,11 @@ def show(console: Console, rows: list[dict]) -> None:
     console.print(table)
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """TF/s over the context, one panel per shape and data."""
+def plot(path: Path) -> Path:
+    """TF/s over the context, one panel per shape and data, from a result file; the picture lies beside it."""
     from matplotlib.figure import Figure
 
-    speeds = [row for row in rows if row["kind"] == "speed"]
+    speeds = [row for row in json.loads(path.read_text())["rows"] if row["kind"] == "speed"]
     panels = list(dict.fromkeys((row["heads"], row["kv_heads"], row["data"]) for row in speeds))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -284,7 +285,9 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.set_ylabel("TF/s")
         axes.set_ylim(bottom=0)
         axes.legend()
-    figure.savefig(path)
+    picture = path.with_suffix(".svg")
+    figure.savefig(picture)
+    return picture
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -296,10 +299,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--data", nargs="+", default=["normal", "local"], choices=("normal", "local"))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw a result file")
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
     parser.add_argument("--out", type=Path, help="folder of the result file and the plot")
     args = parser.parse_args(argv)
     console = Console(width=None if Console().is_terminal else 140)
+    if args.plot:
+        console.print(f"drew {plot(args.plot)}")
+        return {}
     on_gpu = args.device.startswith("cuda")
     if not on_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
@@ -329,8 +336,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         "topk_prefill", results, claims, device=args.device, label="small" if args.small else "", folder=args.out,
         unit="ms per layer", repetitions=args.repetitions,
     )  # fmt: skip
-    plot(results, path.with_suffix(".svg"))
-    console.print(f"wrote {path} and its plot")
+    console.print(f"wrote {path}")
+    draw(console, plot, path)
     return claims
 
 

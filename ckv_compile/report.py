@@ -82,8 +82,7 @@ def rewritten_calls(model: torch.nn.Module) -> int:
 
 def broken_steps(model: torch.nn.Module) -> list[str]:
     """What is known of steps of this model that were not what they were taken for. Waits for the device."""
-    for sequence in REGISTRY.sequences():
-        sequence.audit()
+    REGISTRY.audit()
     return [message for entry in entries_of(model) for message in entry.statistics.broken]
 
 
@@ -174,8 +173,7 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
     model: what was compiled, or what ``torch.compile`` returned for it.
     """
     entries = entries_of(getattr(model, "_orig_mod", model))
-    for sequence in REGISTRY.sequences():
-        sequence.settle()
+    REGISTRY.settle()
     graphs: dict[GraphRecord, int] = {}
     for entry in entries:
         for graph, calls in list(entry.graphs.items()):

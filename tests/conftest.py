@@ -1,5 +1,6 @@
 import os
 
+import pytest
 import torch
 
 # The models of the suite are tiny: threads would only wait for one another.
@@ -8,3 +9,16 @@ torch.set_num_threads(1)
 # Kernels run under Triton's interpreter where there is no GPU. Triton reads this when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def dispatch_state_is_left_as_it_was():
+    """Modes and excluded keys are a thread's, not a test's: one that leaks them would fail every test behind it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    yield
+    after = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    python_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded("Python")
+    if python_excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded("Python", False)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not python_excluded and after == excluded

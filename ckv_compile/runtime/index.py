@@ -51,6 +51,11 @@ class CommunityIndex:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
+    def release(self) -> None:
+        """Give back the memory; the counters can still be read."""
+        self.buffers = {"tally": self.buffers["tally"]}
+        self.nominal, self._ordered = {}, {}
+
     def clear(self) -> None:
         """Forget every community: all layers decode densely."""
         for name in ("n_indexed", "num_communities", "tally"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import weakref
 
@@ -9,6 +10,7 @@ import torch
 
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
+from ckv_compile.runtime import cuda_graphs
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab, SlabPool
 
@@ -22,6 +24,7 @@ class Registry:
         self._by_storage: dict[int, Sequence] = {}
         self._memory: dict[str, ResolutionMemory] = {}
         self._lock = threading.RLock()
+        self._abandoned: collections.deque[Sequence] = collections.deque()  # what they counted is still to be read
 
     def memory(self, config: CommunityConfig) -> ResolutionMemory:
         """Resolutions that earlier partitions with these options found, per layer and graph."""
@@ -44,6 +47,7 @@ class Registry:
         with self._lock:
             sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
+                self._settle_abandoned()
                 keys, values = _layers_of(weakref.ref(slab))
                 sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
                 self._bind(slab, sequence)
@@ -71,7 +75,7 @@ class Registry:
         with self._lock:
             sequence = self._by_slab.pop(identity, None)
         if sequence is not None:
-            sequence.close()
+            self._abandon(sequence)
 
     # ------------------------------------------------------------------ static caches
 
@@ -79,6 +83,7 @@ class Registry:
         return self._by_storage.get(key.untyped_storage()._cdata)
 
     def bind_static(self, key: torch.Tensor, sequence: Sequence) -> None:
+        self._settle_abandoned()
         cdata = key.untyped_storage()._cdata
         with self._lock:
             previous = self._by_storage.pop(cdata, None)
@@ -93,16 +98,41 @@ class Registry:
             if sequence is None or self._by_storage.get(cdata) is not sequence:
                 return
             del self._by_storage[cdata]
-        sequence.close()
+        self._abandon(sequence)
 
-    # ------------------------------------------------------------------
+    # ------------------------------------------------------------------ all of them
 
     def sequences(self) -> list[Sequence]:
         with self._lock:
             return [*self._by_slab.values(), *self._by_storage.values()]
 
+    def audit(self) -> None:
+        """Tell every statistics what is known by now of steps that were not what they were taken for."""
+        for sequence in [*self._abandoned, *self.sequences()]:
+            sequence.audit()
+
+    def settle(self) -> None:
+        """Move what the device counted for every cache, gone ones too, into the statistics. Waits for the device."""
+        self._settle_abandoned()
+        for sequence in self.sequences():
+            sequence.settle()
+
     def free_memory(self) -> None:
+        self._settle_abandoned()
         self.pool.free_memory()
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """The end of a sequence whose cache died, in a finalizer.
+
+        The garbage collector calls it in the middle of anything: under a FakeTensorMode, with dispatch disabled, in a
+        thread of the partition pool, while a graph is captured. So it reads no tensor; a later call does.
+        """
+        sequence.abandon()
+        self._abandoned.append(sequence)
+
+    def _settle_abandoned(self) -> None:
+        while self._abandoned and not cuda_graphs.capturing():
+            self._abandoned.popleft().settle()
 
 
 def _layers_of(slab: weakref.ref[KVSlab]):

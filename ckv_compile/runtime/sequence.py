@@ -173,6 +173,17 @@ class Sequence:
         self._forget_submitted()
         _live.pop(self.identifier, None)
 
+    def abandon(self) -> None:
+        """The cache is gone and with it the index; only ``settle`` may follow. Touches no tensor and takes no lock."""
+        self.epoch += 1
+        for ticket in list(self.pending):
+            ticket.cancel()
+        self.index.release()
+        self.edges = [LayerEdges() for _ in self.edges]
+        for finished in (self.inbox, self.waiting, self.joined):
+            finished.clear()
+        _live.pop(self.identifier, None)
+
     def truncate(self, length: int) -> None:
         """The cache was cropped to ``length`` tokens, or a call that would have gone beyond them failed."""
         self._forget_judgement()

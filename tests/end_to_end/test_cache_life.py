@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from transformers import DynamicCache, StaticCache
 
 import ckv_compile
@@ -369,3 +370,25 @@ def test_the_index_of_a_static_cache_dies_with_it(interpreted, model):
     del cache
     gc.collect()
     assert len(REGISTRY.sequences()) == before
+
+
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_cache_may_die_anywhere(interpreted, model, cache_class):
+    """A finalizer runs in the middle of anything: here where tensors cannot be read, or read as something else."""
+    module = compiled(model)
+    cache = cache_class(config=model.config, **({"max_cache_len": 64} if cache_class is StaticCache else {}))
+    step(module, tokens(30, 1), cache)
+    for seed in range(3):
+        step(module, tokens(1, seed), cache)
+    attended = ckv_compile.explain(module, show=False).tokens_attended
+    for seed in range(3):
+        step(module, tokens(1, seed), cache)
+    before = len(REGISTRY.sequences())
+    fake = FakeTensorMode()
+    with fake, in_kernel_invocation_manager(fake):
+        del cache
+        gc.collect()
+        REGISTRY.pool.free_memory()
+    assert len(REGISTRY.sequences()) == before - 1
+    again = ckv_compile.explain(module, show=False).tokens_attended
+    assert (again - attended) * (31 + 32 + 33) == attended * (34 + 35 + 36)  # every token of six steps
