@@ -35,7 +35,7 @@ STAGES = {
     "route": {"route"},
     "retrieve": {"retrieve"},
     "attend": set(ATTENTION),
-    "assign": {"assign_tokens"},
+    "assign": {"pick_edges", "assign_tokens"},
     "route_retrieve": {"route", "retrieve"},
 }
 
@@ -229,7 +229,7 @@ class DecodeCache:
         index, length = self.sequence.index, self.sequence.length_device
         large = (
             "centroid", "centroid_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
-            "edge_weight", "new_neighbor", "new_weight", "new_key", "scores", "tally",
+            "edge_weight", "candidate", "candidate_score", "candidate_rest", "candidate_norm", "new_key", "scores", "tally",
         )  # fmt: skip
         saved = {name: buffer.clone() for name, buffer in index.buffers.items() if name not in large}
         kept = length.clone()

@@ -15,6 +15,8 @@ from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_roo
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
+CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
+CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
@@ -42,10 +44,13 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
     "gamma": torch.float32,
     "edge_neighbor": torch.int32,
     "edge_weight": torch.float32,
-    "new_neighbor": torch.int32,
-    "new_weight": torch.float32,
+    "candidate": torch.int32,
+    "candidate_score": torch.float32,
+    "candidate_rest": torch.int64,
+    "candidate_norm": torch.float32,
     "new_key": None,
 }
+CANDIDATES = ("candidate", "candidate_score", "candidate_rest", "candidate_norm")
 # further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
 SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
 ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
@@ -75,6 +80,16 @@ def shortlist_slots(config: CommunityConfig) -> int:
     return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
+def candidate_slots(budget: int, num_sink_tokens: int) -> int:
+    """Candidates of an edge list that keep their scores until the end of the step (``ckv::pick_edges``)."""
+    return num_sink_tokens + budget + CANDIDATE_TAIL
+
+
+def candidate_rest(kappa: int) -> int:
+    """Further candidates of an edge list: the best of each program, of what has no slot."""
+    return CANDIDATE_PARTS * max(2, 1 << (kappa - 1).bit_length())
+
+
 def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     assigns, summarizes = assigns_tokens(config), config.centroid_budget > 0
     kinds = {
@@ -88,7 +103,10 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
 
 @dataclasses.dataclass(frozen=True)
 class IndexShape:
-    """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log."""
+    """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log.
+
+    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths.
+    """
 
     layers: int
     batch: int
@@ -101,17 +119,21 @@ class IndexShape:
     kappa: int
     kv_heads: int
     head_dim: int
+    places: int
+    slots: int
+    rests: int
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
         log = 4 * config.refresh_interval if assigns_tokens(config) else 1
         blocks = tokens // config.append_block + tokens // config.block_size + 2
         graphs = geometry.num_graphs(config.graph_aggregation)
+        keys = config.graph == "keys"
         return cls(
             layers=geometry.num_layers,
             batch=batch,
             graphs=graphs,
-            lists=graphs if config.graph == "keys" else geometry.num_query_heads,
+            lists=graphs if keys else geometry.num_query_heads,
             centroid_dim=geometry.centroid_dim(config.graph_aggregation),
             communities=community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log,
             tokens=tokens,
@@ -119,6 +141,9 @@ class IndexShape:
             kappa=config.kappa,
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
+            places=graphs if keys else max(graphs, geometry.num_kv_heads),
+            slots=candidate_slots(config.budget, config.num_sink_tokens),
+            rests=candidate_rest(config.kappa),
         )
 
     def of(self, name: str) -> tuple[int, ...]:
@@ -144,8 +169,10 @@ class IndexShape:
             "log_community": (*per_graph, self.log),
             "edge_neighbor": edges,
             "edge_weight": edges,
-            "new_neighbor": (*per_row, self.lists, self.kappa),
-            "new_weight": (*per_row, self.lists, self.kappa),
+            "candidate": (*per_row, self.places, self.slots),
+            "candidate_score": (*per_row, self.lists, self.slots),
+            "candidate_rest": (*per_row, self.lists, self.rests),
+            "candidate_norm": (*per_row, self.lists),
             "new_key": (*per_row, self.kv_heads, self.head_dim),
             "new_value": (*per_row, self.kv_heads, self.head_dim),
             "scores": (self.batch, self.graphs, self.communities),

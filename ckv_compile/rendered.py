@@ -270,8 +270,10 @@ def sparse_attention_edges(
     length,
     first,
     sink_logits,
-    new_neighbor,
-    new_weight,
+    candidate,
+    candidate_score,
+    candidate_rest,
+    candidate_norm,
     new_key,
     layer,
     scale,
@@ -282,26 +284,34 @@ def sparse_attention_edges(
     described=(),
     **tuned,
 ):
-    """``ckv::sparse_attention_edges`` by its kernels: ``[B, Hq, 1, Dv]``; the three tensors of edges are written."""
+    """``ckv::sparse_attention_edges`` by its kernels: ``[B, Hq, 1, Dv]``; the candidates and new_key are written."""
     from ckv_compile.lowering import edges as lowering
 
     others = (tokens, count, n_indexed, capacity, length, first)
-    edges = lowering.Edges(source == "keys", kappa, new_neighbor, new_weight, new_key)
+    kept = (candidate, candidate_score, candidate_rest, candidate_norm)
+    edges = lowering.Edges(source == "keys", kappa, *kept, new_key)
     batch, kv_heads, _, dim = key.shape
     if edges.keys and tokens.shape[1] < kv_heads:
         constants = lowering.constants_of(batch, kv_heads, dim, tokens.shape[2], sinks, window, kappa)
         constants |= {**lowering.configs(key.dtype, dim, constants["KEPT"])[0], **tuned}
         constants = {name: value for name, value in constants.items() if name not in ("LIST_STAGES", "TAIL_STAGES")}
-        shape = (batch, constants["SPLITS"], 1, constants["KEPT"])
-        edges.entries = poisoned(shape, torch.int64, key.device)
-        tensors = {**_attended(others), "KEY": key, "NEW_KEY": new_key}
+        number = poisoned((batch, constants["SPLITS"]), torch.int32, key.device)
+        tensors = {**_attended(others), **_candidates(edges), "KEY": key}
         kernel = RenderedKernel("edges", ["attended", "edge_entries"], constants)
-        kernel((constants["SPLITS"], batch, 1), tensors, edges.entries)
+        kernel((constants["SPLITS"], batch, 1), tensors, number)
+        edges.stored = True
     return _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges, described)
 
 
 def _attended(others):
     return dict(zip(("TOKENS", "COUNT", "N_INDEXED", "CAPACITY", "LENGTH", "FIRST"), others, strict=True))
+
+
+def _candidates(edges):
+    return {
+        "CANDIDATE": edges.candidate, "CANDIDATE_SCORE": edges.score, "CANDIDATE_REST": edges.rest, "NORM": edges.norm,
+        "NEW_KEY": edges.new_key,
+    }  # fmt: skip
 
 
 def _attention(query, key, value, others, sink_logits, scale, sinks, window, tuned, edges=None, described=()):
@@ -314,8 +324,7 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
         batch, heads, key.shape[1], dim, value_dim, scale, graphs, budget, sinks, window, queries
     )
     means = _means(query, value, others, described, constants) if described else {}
-    fused = edges is not None and edges.entries is None
-    if fused:
+    if edges is not None and not edges.stored:
         constants |= edge_lowering.edge_constants(edges.keys, edges.kappa, constants)
     rows = constants["BLOCK_H"] if queries > 1 else 0
     constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0))[0]
@@ -324,10 +333,8 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)
     top, mass = (poisoned((batch, splits, heads * queries), torch.float32, query.device) for _ in range(2))
     tensors = {**_attended(others), "QUERY": query, "KEY": key, "VALUE": value, "TOP": top, "MASS": mass}
-    if fused:
-        shape = (batch, splits, constants["LISTS"] * constants["EDGE_HEADS"], constants["KEPT"])
-        edges.entries = poisoned(shape, torch.int64, query.device)
-        tensors |= {"ENTRIES": edges.entries, "NEW_KEY": edges.new_key}
+    if edges is not None:
+        tensors |= _candidates(edges)
     kernel = RenderedKernel("sparse_attention", ["attended", "edge_entries"], constants)
     kernel((splits, batch * constants["LISTS"], 1), tensors, total)
     out = poisoned((batch, heads, queries, value_dim), query.dtype, query.device)
@@ -335,12 +342,29 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     tensors |= {"TOTAL": total, "SINK_LOGITS": sink_logits, **means}
     if described:
         constants["SUMMARIES"] = described[0].shape[2]
-    if edges is not None:
-        constants |= edge_lowering.edge_merge_constants(edges.keys, edges.kappa, *edges.entries.shape[1:3])
-        tensors |= {"ENTRIES": edges.entries, "NEW_NEIGHBOR": edges.new_neighbor, "NEW_WEIGHT": edges.new_weight}
+    if edges is not None and not edges.keys:
+        constants["EDGES"] = True
     merged = RenderedKernel("merge_splits", [], {**constants, **lowering.merge_configs(constants)[0]})
     merged((batch * heads * queries, 1, 1), tensors, out)
     return out
+
+
+def pick_edges(
+    candidate, candidate_score, candidate_rest, candidate_norm, num_places, budget, sinks, kappa, source, **tuned
+):  # fmt: skip
+    """``ckv::pick_edges`` by its kernel: (neighbor, weight) of all layers; the candidates in full."""
+    from ckv_compile.lowering import pick_edges as lowering
+
+    layers, batch, lists = candidate_norm.shape
+    constants = lowering.constants_of(layers, batch, num_places, lists, budget, sinks, kappa, source == "keys")
+    constants |= {**lowering.configs()[0], **tuned}
+    shape, device = (layers, batch, lists, kappa), candidate.device
+    neighbor, weight = poisoned(shape, torch.int32, device), poisoned(shape, torch.float32, device)
+    tensors = {
+        "CANDIDATE": candidate, "SCORE": candidate_score, "REST": candidate_rest, "NORM": candidate_norm, "WEIGHT": weight,
+    }  # fmt: skip
+    RenderedKernel("pick_edges", ["edge_entries"], constants)((batch * lists, layers, 1), tensors, neighbor)
+    return neighbor, weight
 
 
 def _means(query, value, others, described, attends):

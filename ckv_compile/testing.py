@@ -514,7 +514,7 @@ def rewritten_text(graph: Rewritten, layer: int) -> str:
             call = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
             numbers = {"layer": "L", "num_layers": "*"}
             of_any = {"capacity": "ckv_capacity_*"} if "num_layers" in call else {}
-            if of_any and call["length"] in [site.position for site in graph.sites]:
+            if of_any and call.get("length") in [site.position for site in graph.sites]:
                 of_any["length"] = "position"
             arguments = [
                 of_any.get(argument, name(value)) if isinstance(value, torch.fx.Node)

@@ -14,14 +14,20 @@ from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import NOMINAL_LENGTH, NOMINAL_STATE, assigns_tokens, shortlist_slots, state_dtypes
+from ckv_compile.index_layout import (
+    CANDIDATES,
+    NOMINAL_LENGTH,
+    NOMINAL_STATE,
+    assigns_tokens,
+    shortlist_slots,
+    state_dtypes,
+)
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.index_expressions import shape_of
 from ckv_compile.passes.match_attention import AttentionSite, Cache
 from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
 
 ckv = torch.ops.ckv
-NEW_EDGES = ("new_neighbor", "new_weight", "new_key")  # of this step, in all layers
 ASSIGNED = (
     "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
@@ -215,7 +221,7 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
         attention = (site.query, key, value, *attended, site.sink_logits)
         sizes = (layer, site.scale, sinks, window)
         if assigns_tokens(config):
-            edges = [state[name] for name in NEW_EDGES]
+            edges = [state[name] for name in (*CANDIDATES, "new_key")]
             source = "keys" if config.graph == "keys" else "attention"
             if reserved:
                 means = (*means, state["new_value"])
@@ -235,12 +241,18 @@ def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Nod
     keys = config.graph == "keys"
     lists = graphs if keys else geometry.num_query_heads
     sizes = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, lists, config.kappa, graphs)
-    read = (*(state[name] for name in (*NEW_EDGES, *ASSIGNED)), state["capacity_0"], length, state["first"])
+    places = graphs if keys else max(graphs, geometry.num_kv_heads)
+    kept = (*(state[name] for name in CANDIDATES), state["first"])
+    picks = (geometry.num_layers, places, lists, config.budget, config.num_sink_tokens, config.kappa)
+    read = (state["new_key"], *(state[name] for name in ASSIGNED), state["capacity_0"], length, state["first"])
     with graph.inserting_before(graph_edit.output_node(graph)):
+        call = graph.call_function
+        picked = call(ckv.pick_edges.default, (*kept, *picks, "keys" if keys else "attention"))
+        edges = [call(operator.getitem, (picked, i)) for i in range(2)]
         values = (state["new_value"], state["mean_value"]) if config.centroid_budget else ()
-        arguments = (*read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam, *values)
-        assigned = graph.call_function(ckv.assign_tokens.default, arguments)
-    graph_edit.set_example_values(graph, [assigned])
+        arguments = (*edges, *read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam, *values)
+        assigned = call(ckv.assign_tokens.default, arguments)
+    graph_edit.set_example_values(graph, [picked, *edges, assigned])
 
 
 def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx.Node) -> None:

@@ -8,6 +8,7 @@ from ckv_compile.lowering import (
     append_kv,
     assign_tokens,
     grouped_linear,
+    pick_edges,
     retrieve,
     route,
     select_summaries,
@@ -17,6 +18,6 @@ from ckv_compile.lowering import (
 )
 
 __all__ = [
-    "append_kv", "assign_tokens", "grouped_linear", "retrieve", "route", "select_summaries", "sparse_attention",
-    "sparse_attention_edges", "topk_prefill",
+    "append_kv", "assign_tokens", "grouped_linear", "pick_edges", "retrieve", "route", "select_summaries",
+    "sparse_attention", "sparse_attention_edges", "topk_prefill",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Edges of a new token on CUDA: the split kernel of sparse attention keeps the best, its merge joins the splits.
+"""Edges of a new token on CUDA: the split kernel of sparse attention keeps the scores, or the best of a long tail.
 
 Cosines that are summed over KV heads belong to none of that kernel's programs and have a split kernel of their own.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckv_compile.index_layout import CANDIDATE_PARTS, candidate_slots
 from ckv_compile.lowering.template_call import Config, Template, fixed, next_power_of_2, static_size
 
 NO_ENTRY = -(2**63 - 1)  # below every entry of a list
@@ -19,14 +20,16 @@ template = Template("edges", lambda meta: (meta["SPLITS"], meta["BATCH"], 1), "a
 
 @dataclasses.dataclass
 class Edges:
-    """Nodes of the state that edges go to; ``entries`` are the best of every split where these are known already."""
+    """Nodes of the state that candidates go to; ``stored``: they are there already."""
 
     keys: bool  # cosines of keys; otherwise scores
     kappa: int
-    new_neighbor: Any
-    new_weight: Any
+    candidate: Any
+    score: Any
+    rest: Any
+    norm: Any
     new_key: Any
-    entries: Any | None = None
+    stored: bool = False
 
 
 def keys_per_block(dtype: torch.dtype, dim: int) -> int:
@@ -36,10 +39,11 @@ def keys_per_block(dtype: torch.dtype, dim: int) -> int:
 
 def num_splits(lists: int) -> int:
     """Programs that share a list: a batch of one fills the device, a large one needs no more than a few each."""
-    return max(8, min(64, next_power_of_2(512 // lists)))
+    return max(8, min(CANDIDATE_PARTS, next_power_of_2(512 // lists)))
 
 
-def _kept(keys: bool, kappa: int) -> dict[str, Any]:
+def kept_constants(keys: bool, kappa: int) -> dict[str, Any]:
+    """What every kernel has that handles entries."""
     return {"EDGES": True, "KEYS": keys, "KEPT": max(2, next_power_of_2(kappa)), "NO_ENTRY": NO_ENTRY}
 
 
@@ -49,15 +53,12 @@ def edge_constants(keys: bool, kappa: int, attends: dict[str, Any]) -> dict[str,
     The new key takes a row behind the queries.
     """
     heads = 1 if keys else attends["HEADS"]
+    slots = candidate_slots(attends["BUDGET"], attends["SINKS"])
     return {
-        **_kept(keys, kappa), "EDGE_HEADS": heads, "EDGE_ROWS": next_power_of_2(heads), "SPLITS": attends["SPLITS"] // 2,
-        "BLOCK_H": max(16, next_power_of_2(attends["HEADS"] + keys)),
+        **kept_constants(keys, kappa), "EDGE_HEADS": heads, "EDGE_ROWS": next_power_of_2(heads),
+        "BLOCK_H": max(16, next_power_of_2(attends["HEADS"] + keys)), "SLOTS": slots, "PARTS": CANDIDATE_PARTS,
+        "TAIL": slots - attends["BUDGET"] - attends["SINKS"],
     }  # fmt: skip
-
-
-def edge_merge_constants(keys: bool, kappa: int, splits: int, lists: int) -> dict[str, Any]:
-    """What the merge of sparse attention has besides, for edge lists in that many splits."""
-    return {**_kept(keys, kappa), "KAPPA": kappa, "EDGE_SPLITS": splits, "EDGE_LISTS": lists}
 
 
 def configs(dtype: torch.dtype, dim: int, kept: int) -> list[Config]:
@@ -75,15 +76,16 @@ def constants_of(
     """The constants of the kernel for cosines that are summed over KV heads."""
     return {
         "BATCH": batch, "KV_HEADS": kv_heads, "D": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "BUDGET": budget,
-        "SPLITS": num_splits(batch), "SINKS": sinks, "WINDOW": window, **_kept(True, kappa),
+        "SPLITS": num_splits(batch), "SINKS": sinks, "WINDOW": window, **kept_constants(True, kappa),
+        "PARTS": CANDIDATE_PARTS, "SLOTS": candidate_slots(budget, sinks),
     }  # fmt: skip
 
 
-def lower_layer_edges(key: Any, others: list[Any], new_key: Any, sinks: int, window: int, kappa: int) -> Any:
-    """Node of the best entries int64 [B, splits, 1, KEPT]; others: tokens ... first of the operator."""
+def store_layer_edges(key: Any, others: list[Any], edges: Edges, sinks: int, window: int) -> None:
+    """Candidates by cosines that are summed over KV heads; others: tokens ... first of the operator."""
     batch, kv_heads, _, dim = static_size(key)
-    constants = constants_of(batch, kv_heads, dim, static_size(others[0])[2], sinks, window, kappa)
-    size = [batch, constants["SPLITS"], 1, constants["KEPT"]]
-    written = fixed(new_key)
+    constants = constants_of(batch, kv_heads, dim, static_size(others[0])[2], sinks, window, edges.kappa)
+    written = fixed(edges.candidate, edges.score, edges.rest, edges.new_key)
     tuned = configs(key.get_dtype(), dim, constants["KEPT"])
-    return template([*fixed(key, *others), *written], (size, torch.int64), written, constants, tuned)
+    template([*fixed(key, *others), *written], ([batch, constants["SPLITS"]], torch.int32), written, constants, tuned)
+    edges.stored = True

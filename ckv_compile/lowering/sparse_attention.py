@@ -8,7 +8,7 @@ import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.lowering.attend_summaries import Summaries, lower_summaries
-from ckv_compile.lowering.edges import Edges, edge_constants, edge_merge_constants, keys_per_block, num_splits
+from ckv_compile.lowering.edges import Edges, edge_constants, keys_per_block, num_splits
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
@@ -25,8 +25,7 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
 
     Fewer where their bytes would not fit the registers, of which exact products need more. Several queries per head make
     many ``rows`` (0: one query): they get more warps, for each has its sums in registers. Programs that keep edges (0:
-    none) read blocks of at least as many keys; they have half the SPLITS and twice the warps, so that all still fit the
-    device at once.
+    none) read smaller blocks, but of at least as many keys: four of them then still have room on a multiprocessor.
     """
     least = 8 if dtype.itemsize == 4 or rows > 32 else 4
     block = keys_per_block(dtype, dim)
@@ -40,8 +39,10 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
         (1, 1, 2, 8),
     )
     if kept:
-        block = max(kept, 16 if dtype.itemsize == 4 else block)
-        shapes = ((1, 2, 2, 8), (1, 1, 2, 8), (1, 3, 2, 8), (1, 2, 2, 4))
+        block = max(kept, 16 if dtype.itemsize == 4 else 32)
+        shapes = ((1, 1, 2, 8), (1, 1, 1, 4), (1, 1, 2, 4))
+        if dtype.itemsize * dim <= 256:
+            shapes = ((1, 1, 1, 4), (1, 1, 2, 4), (1, 1, 2, 8))
     return [
         {
             "BLOCK_N": block,
@@ -84,31 +85,27 @@ def lower_attention(
     kv_heads, value_dim = static_size(key)[1], static_size(value)[3]
     attends = attend_constants(batch, heads, kv_heads, dim, value_dim, scale, graphs, budget, sinks, window, queries)
     extra = [] if summaries is None else lower_summaries(query, value, others[3], others[4], summaries, attends)
-    if edges is not None and edges.entries is None:
+    if edges is not None and not edges.stored:
         attends |= edge_constants(edges.keys, edges.kappa, attends)
-    splits, kept = attends["SPLITS"], attends.get("KEPT", 0)
-    rows = heads * queries
+    splits, rows = attends["SPLITS"], heads * queries
     top = empty([batch, splits, rows], torch.float32, device)
     mass = empty([batch, splits, rows], torch.float32, device)
     written = [top, mass]
-    entries = None if edges is None else edges.entries
-    if edges is not None and entries is None:
-        entries = empty([batch, splits, attends["LISTS"] * attends["EDGE_HEADS"], kept], torch.int64, device)
-        written += [entries, *fixed(edges.new_key)]
+    if edges is not None and not edges.stored:
+        written += fixed(edges.candidate, edges.score, edges.rest, edges.new_key)
     total = attend(
         [*fixed(query, key, value, *others), *written], ([batch, splits, rows, value_dim], torch.float32), written,
         attends,
-        configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0, kept),
+        configs(query.get_dtype(), max(dim, value_dim), attends["BLOCK_H"] if queries > 1 else 0, attends.get("KEPT", 0)),
         makers(batch, graphs, kv_heads * dim, 1, budget),
     )  # fmt: skip
     logits = [] if sink_logits is None else fixed(sink_logits)
     merges = merge_constants(batch, heads, value_dim, splits, queries, has_sinks=bool(logits))
     inputs, written = [*fixed(total), top, mass, *logits], []
-    if edges is not None:
-        assert entries is not None
-        merges |= edge_merge_constants(edges.keys, edges.kappa, *static_size(entries)[1:3])
-        written = fixed(edges.new_neighbor, edges.new_weight)
-        inputs += [*fixed(entries, others[3]), *written]
+    if edges is not None and not edges.keys:
+        merges["EDGES"] = True
+        written = fixed(edges.norm)
+        inputs += [*fixed(others[3]), *written]
     if summaries is not None:
         merges["SUMMARIES"] = static_size(summaries.ids)[2]
         inputs += extra

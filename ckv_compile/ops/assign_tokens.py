@@ -1,7 +1,8 @@
 """``ckv::assign_tokens``: give a new token its community in every layer and update the index (eq. 6 and 7).
 
-It runs once, after the attention of all layers: that has written the edges and keys which this one reads, so that no
-compiler moves it before an operator that still reads ``n_indexed`` or the communities as they were.
+It runs once, after the attention of all layers: that has written the keys and, through ``ckv::pick_edges``, the edges
+which this one reads, so that no compiler moves it before an operator that still reads ``n_indexed`` or the communities
+as they were.
 """
 
 from __future__ import annotations

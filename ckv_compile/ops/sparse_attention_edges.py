@@ -1,11 +1,12 @@
-"""``ckv::sparse_attention_edges``: sparse attention that stores the edges of its new token (eq. 6) besides.
+"""``ckv::sparse_attention_edges``: sparse attention that stores what may be an edge of its new token (eq. 6) besides.
 
 Edges are a by-product: scores and keys are at hand. They wait in state of all layers, with the new key, until
-``ckv::assign_tokens`` takes them at the end of the step. So does the new value, where communities are attended by means.
+``ckv::pick_edges`` picks the best at the end of the step. So does the new value, where communities are attended by means.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ckv_compile.ops.library import register_op, require, require_at_least, require_one_query
@@ -38,6 +39,17 @@ def _check(
     require(new_key.dtype == key.dtype, "new_key", f"have key's dtype {key.dtype}", new_key.dtype)
 
 
+def check_candidates(
+    candidate: Tensor, candidate_score: Tensor, candidate_rest: Tensor, candidate_norm: Tensor
+) -> None:
+    kinds = (
+        ("candidate", candidate, torch.int32), ("candidate_score", candidate_score, torch.float32),
+        ("candidate_rest", candidate_rest, torch.int64), ("candidate_norm", candidate_norm, torch.float32),
+    )  # fmt: skip
+    for name, tensor, dtype in kinds:
+        require(tensor.dtype == dtype, name, f"be {str(dtype).removeprefix('torch.')}", tensor.dtype)
+
+
 def _check_new_value(value: Tensor, summaries: Tensor | None, new_value: Tensor | None) -> None:
     require((new_value is None) == (summaries is None), "new_value", "be given exactly where summaries are", new_value)
     if new_value is not None:
@@ -55,8 +67,10 @@ def _sparse_attention_edges(
     length: Tensor,
     first: Tensor,
     sink_logits: Tensor | None,
-    new_neighbor: Tensor,
-    new_weight: Tensor,
+    candidate: Tensor,
+    candidate_score: Tensor,
+    candidate_rest: Tensor,
+    candidate_norm: Tensor,
     new_key: Tensor,
     layer: int,
     scale: float,
@@ -81,9 +95,11 @@ def _sparse_attention_edges(
     described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
     check_summaries(query, value, tokens, *described)
     _check_new_value(value, summaries, new_value)
+    check_candidates(candidate, candidate_score, candidate_rest, candidate_norm)
     return sparse_attention_edges(
-        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, new_neighbor, new_weight,
-        new_key, layer, scale, num_sink_tokens, recent_window, kappa, source, *described, new_value,
+        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, candidate,
+        candidate_score, candidate_rest, candidate_norm, new_key, layer, scale, num_sink_tokens, recent_window, kappa,
+        source, *described, new_value,
     )  # fmt: skip
 
 
@@ -98,8 +114,10 @@ def _sparse_attention_edges_fake(
     length: Tensor,
     first: Tensor,
     sink_logits: Tensor | None,
-    new_neighbor: Tensor,
-    new_weight: Tensor,
+    candidate: Tensor,
+    candidate_score: Tensor,
+    candidate_rest: Tensor,
+    candidate_norm: Tensor,
     new_key: Tensor,
     layer: int,
     scale: float,
@@ -122,15 +140,17 @@ def _sparse_attention_edges_fake(
     described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
     check_summaries(query, value, tokens, *described)
     _check_new_value(value, summaries, new_value)
+    check_candidates(candidate, candidate_score, candidate_rest, candidate_norm)
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
 register_op(
     "sparse_attention_edges(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
-    "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, Tensor(a!) new_neighbor, Tensor(b!) new_weight, "
-    "Tensor(c!) new_key, int layer, float scale, int num_sink_tokens, int recent_window, int kappa, str source, "
-    "Tensor? summaries=None, Tensor? centroid=None, Tensor? centroid_scale=None, Tensor? channel_scale=None, "
-    "Tensor? size=None, Tensor? mean_value=None, Tensor(d!)? new_value=None) -> Tensor",
+    "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, Tensor(a!) candidate, "
+    "Tensor(b!) candidate_score, Tensor(e!) candidate_rest, Tensor(f!) candidate_norm, Tensor(c!) new_key, int layer, "
+    "float scale, int num_sink_tokens, int recent_window, int kappa, str source, Tensor? summaries=None, "
+    "Tensor? centroid=None, Tensor? centroid_scale=None, Tensor? channel_scale=None, Tensor? size=None, "
+    "Tensor? mean_value=None, Tensor(d!)? new_value=None) -> Tensor",
     _sparse_attention_edges,
     _sparse_attention_edges_fake,
 )

@@ -56,9 +56,9 @@ def assign_tokens(
     new_value: Tensor | None = None,
     mean_value: Tensor | None = None,
 ) -> None:
-    """``assign_token`` in every layer, with the edges that ``sparse_attention_edges`` has stored.
+    """``assign_token`` in every layer, with the edges of ``pick_edges``.
 
-    Flat state that is read: new_neighbor int32 and new_weight float32 [L, B, num_lists, kappa], new_key
+    new_neighbor int32, new_weight float32: [L, B, num_lists, kappa]. Flat state that is read: new_key
     [L, B, num_kv_heads, head_dim] (key dtype), and new_value like it where mean_value is given. capacity: that of any
     layer. The rest is as ``assign_token`` has it.
     """

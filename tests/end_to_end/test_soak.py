@@ -67,13 +67,17 @@ def test_memory_and_threads_stay_flat(interpreted, graph, count, cancelled):
 
     for _ in range(5):
         run()
-    before, began = things(), resident_bytes()
-    for _ in range(count):
-        run()
-    # Garbage of the first compilation may have kept a cache alive until now.
-    assert all(now <= then for now, then in zip(things(), before, strict=True)), (things(), before)
+    before = things()
+    grown = []
+    while len(grown) < 3 and (not grown or grown[-1] >= 6_000_000):  # a heap grows now and then, a leak each time
+        began = resident_bytes()
+        for _ in range(count):
+            run()
+        # Garbage of the first compilation may have kept a cache alive until now.
+        assert all(now <= then for now, then in zip(things(), before, strict=True)), (things(), before)
+        grown.append(resident_bytes() - began)
     # A sequence of this test has some 0.5 MB: one that stays behind each time would show.
-    assert resident_bytes() - began < 6_000_000
+    assert grown[-1] < 6_000_000, grown
     ckv_compile.free_memory()
     assert not ckv_compile.explain(module, show=False).fallbacks
 

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import ckv_compile.ops  # noqa: F401
+from ckv_compile.index_layout import CANDIDATES, candidate_rest, candidate_slots
 from ckv_compile.testing import GARBAGE, IndexState, nominal_cache, nominal_state, random_cache, random_index
 
 ckv = torch.ops.ckv
@@ -36,12 +37,14 @@ def decode(query, key_new, value_new, length, first, caches, **state):
             BATCH, KV_HEADS, BUDGET, SINKS, WINDOW, True,
         )  # fmt: skip
         attended = ckv.sparse_attention_edges(
-            hidden, key, value, tokens, count, s["n_indexed"], s["capacity"], length, first, None, s["new_neighbor"],
-            s["new_weight"], s["new_key"], layer, 0.3, SINKS, WINDOW, KAPPA, "attention",
+            hidden, key, value, tokens, count, s["n_indexed"], s["capacity"], length, first, None,
+            *(s[name] for name in CANDIDATES), s["new_key"], layer, 0.3, SINKS, WINDOW, KAPPA, "attention",
         )  # fmt: skip
         hidden = attended + hidden
+    kept = (s[name] for name in CANDIDATES)
+    edges = ckv.pick_edges(*kept, first, LAYERS, KV_HEADS, HEADS, BUDGET, SINKS, KAPPA, "attention")
     ckv.assign_tokens(
-        s["new_neighbor"], s["new_weight"], s["new_key"], s["centroid"], s["centroid_scale"], s["channel_scale"],
+        *edges, s["new_key"], s["centroid"], s["centroid_scale"], s["channel_scale"],
         s["centroid_mean"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
         s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"], s["edge_neighbor"],
         s["edge_weight"], s["gamma"], s["capacity"], length, first, LAYERS, KV_HEADS, DIM, HEADS, KAPPA, KV_HEADS, SINKS,
@@ -72,9 +75,12 @@ def steps(function, index, caches, length, first, count=3):
     torch.manual_seed(0)
     views = [nominal_cache(cache, NOMINAL) for cache in caches]
     state = {name: index.nominal(name) if name != "capacity" else index.capacity for name in STATE}
-    lists = (LAYERS, BATCH, HEADS, KAPPA)
-    state["new_neighbor"] = nominal_state(torch.full(lists, GARBAGE, dtype=torch.int32))
-    state["new_weight"] = nominal_state(torch.full(lists, torch.nan))
+    slots, rests = candidate_slots(BUDGET, SINKS), candidate_rest(KAPPA)
+    for name, shape, dtype in (
+        ("candidate", (KV_HEADS, slots), torch.int32), ("candidate_score", (HEADS, slots), torch.float32),
+        ("candidate_rest", (HEADS, rests), torch.int64), ("candidate_norm", (HEADS,), torch.float32),
+    ):  # fmt: skip
+        state[name] = nominal_state(torch.full((LAYERS, BATCH, *shape), GARBAGE, dtype=dtype))
     state["new_key"] = nominal_state(torch.full((LAYERS, BATCH, KV_HEADS, DIM), torch.nan))
     outputs = []
     for _ in range(count):
@@ -115,8 +121,8 @@ def test_compiled_steps_equal_eager_steps_and_copy_no_buffer(fresh_dynamo, layou
             assert nominal_cache_shape not in shape, line
             assert "((1, )" not in shape, line  # a flat view of state
     calls = re.findall(r"torch\.ops\.ckv\.(\w+)\.default\(", body)
-    assert sorted(calls) == sorted(["append_kv", *CHAIN] * LAYERS + ["assign_tokens"])
-    assert calls[-1] == "assign_tokens"
+    assert sorted(calls) == sorted(["append_kv", *CHAIN] * LAYERS + ["pick_edges", "assign_tokens"])
+    assert calls[-2:] == ["pick_edges", "assign_tokens"]
     at = {name: [i for i, call in enumerate(calls) if call == name] for name in calls}
     for layer in range(LAYERS):
         places = [at[name][layer] for name in CHAIN]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
+from ckv_compile.index_layout import candidate_rest, candidate_slots
 from ckv_compile.testing import (
     attended_positions,
     nominal_cache,
@@ -41,22 +42,42 @@ def case(heads=(6, 2), graphs=2, first=(0, 5), n_indexed=(60, 47), length=60, dt
 def run(arguments, source, kappa=4, scale=0.3):
     """(neighbor, weight) of the layer. The rest of what the operator writes and returns is checked here."""
     query, key, value, tokens, count, state, length, first = arguments
-    lists = (2, query.shape[0], tokens.shape[1] if source == "keys" else query.shape[1], kappa)
-    neighbor, weight = torch.full(lists, -77, dtype=torch.int32), torch.full(lists, torch.nan)
-    new_key = torch.full((2, *key.shape[:2], key.shape[3]), torch.nan, dtype=key.dtype)
+    state_of = new_state(arguments, source, kappa)
     attended = (
         query, nominal_cache(key), nominal_cache(value), tokens, count, nominal_state(state), CAPACITY,
         torch.tensor([length]), torch.tensor(first, dtype=torch.int32), torch.linspace(-2, 2, query.shape[1]),
     )  # fmt: skip
     sizes = (LAYER, scale, SINKS, WINDOW)
-    new = map(nominal_state, (neighbor, weight, new_key))
-    out = ckv.sparse_attention_edges(*attended, *new, *sizes, kappa, source)
+    out = ckv.sparse_attention_edges(*attended, *map(nominal_state, state_of), *sizes, kappa, source)
     assert torch.equal(out.nan_to_num(), ckv.sparse_attention(*attended, *sizes).nan_to_num())
-    assert torch.equal(new_key[LAYER].nan_to_num(), key[:, :, length].nan_to_num())
-    assert new_key[0].isnan().all()
-    assert neighbor[0].eq(-77).all()
-    assert weight[0].isnan().all()
-    return neighbor[LAYER], weight[LAYER]
+    assert torch.equal(state_of[4][LAYER].nan_to_num(), key[:, :, length].nan_to_num())
+    for tensor, before in zip(state_of, new_state(arguments, source, kappa), strict=True):
+        assert torch.equal(tensor[0].nan_to_num(), before[0].nan_to_num())
+    return picks(state_of, arguments, source, kappa)
+
+
+def new_state(arguments, source, kappa):
+    """candidate, candidate_score, candidate_rest, candidate_norm and new_key of two layers, filled with garbage."""
+    query, key, _, tokens, *_ = arguments
+    (batch, heads), graphs = query.shape[:2], tokens.shape[1]
+    lists, places = (graphs, graphs) if source == "keys" else (heads, max(graphs, key.shape[1]))
+    slots, rests = candidate_slots(tokens.shape[2], SINKS), candidate_rest(kappa)
+    return [
+        torch.full((2, batch, places, slots), 3, dtype=torch.int32),
+        torch.full((2, batch, lists, slots), torch.nan),
+        torch.full((2, batch, lists, rests), 77),
+        torch.full((2, batch, lists), torch.nan),
+        torch.full((2, *key.shape[:2], key.shape[3]), torch.nan, dtype=key.dtype),
+    ]
+
+
+def picks(state_of, arguments, source, kappa):
+    """(neighbor, weight) of the layer, as ``pick_edges`` finds them."""
+    candidates = [nominal_state(tensor[LAYER].clone()) for tensor in state_of[:4]]
+    first = torch.zeros(state_of[0].shape[1], dtype=torch.int32)
+    sizes = (1, state_of[0].shape[2], state_of[1].shape[2], arguments[3].shape[2], SINKS, kappa, source)
+    neighbor, weight = ckv.pick_edges(*candidates, first, *sizes)
+    return neighbor[0], weight[0]
 
 
 def check(arguments, source, kappa):
@@ -145,15 +166,19 @@ def test_invalid_argument_is_named(changes, message):
         run(**{"arguments": case(), "source": "attention", **changes})
 
 
-@pytest.mark.parametrize(("source", "lists"), [("keys", 2), ("attention", 6)])
-def test_opcheck(source, lists):
+def zeroed_state(arguments, source):
+    return [torch.zeros_like(tensor) for tensor in new_state(arguments, source, 4)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_opcheck(source):
     query, key, value, tokens, count, state, length, first = case(dim=8)
     torch.library.opcheck(
         ckv.sparse_attention_edges.default,
         (
             query, key.nan_to_num(), value.nan_to_num(), tokens, count, state, CAPACITY, torch.tensor([length]),
-            torch.tensor(first, dtype=torch.int32), None, torch.zeros(2, 2, lists, 4, dtype=torch.int32),
-            torch.zeros(2, 2, lists, 4), torch.zeros(2, 2, 2, 8), LAYER, 0.3, SINKS, WINDOW, 4, source,
+            torch.tensor(first, dtype=torch.int32), None, *zeroed_state(case(dim=8), source), LAYER, 0.3, SINKS, WINDOW, 4,
+            source,
         ),
     )  # fmt: skip
 
@@ -183,15 +208,12 @@ def test_communities_change_the_output_but_no_edge_and_the_new_value_is_kept(sou
         query, nominal_cache(key), nominal_cache(value), tokens, count, nominal_state(state), capacity,
         torch.tensor([length]), torch.tensor(first, dtype=torch.int32), torch.linspace(-2, 2, query.shape[1]),
     )  # fmt: skip
-    new = (
-        torch.zeros(2, *neighbor.shape, dtype=torch.int32),
-        torch.zeros(2, *weight.shape),
-        torch.zeros(2, *new_value[0].shape),
-    )
+    new = zeroed_state(arguments, source)
     sizes = (LAYER, 0.3, SINKS, WINDOW)
     out = ckv.sparse_attention_edges(*attended, *new, *sizes, 4, source, *described, new_value)
-    assert torch.equal(new[0][LAYER], neighbor)
-    assert torch.equal(new[1][LAYER], weight)
+    again = picks(new, arguments, source, 4)
+    assert torch.equal(again[0], neighbor)
+    assert torch.equal(again[1], weight)
     assert torch.equal(new_value[LAYER], value[:, :, length])
     assert new_value[0].isnan().all()
     assert torch.equal(out, ckv.sparse_attention(*attended, *sizes, *described))
@@ -208,8 +230,7 @@ def test_opcheck_with_communities():
         ckv.sparse_attention_edges.default,
         (
             query, key.nan_to_num(), value.nan_to_num(), tokens, count, state, capacity, torch.tensor([length]),
-            torch.tensor(first, dtype=torch.int32), None, torch.zeros(2, 2, 2, 4, dtype=torch.int32),
-            torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 8), LAYER, 0.3, SINKS, WINDOW, 4, "keys", *described,
-            new_value.nan_to_num(),
+            torch.tensor(first, dtype=torch.int32), None, *zeroed_state(arguments, "keys"), LAYER, 0.3, SINKS, WINDOW, 4,
+            "keys", *described, new_value.nan_to_num(),
         ),
     )  # fmt: skip

@@ -124,8 +124,9 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
     [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
-    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight
-    float32 [1]; ckv_new_key float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]
+    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score
+    float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1];
+    ckv_mean_value float32 [1]; ckv_new_value float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
     slots=2048) -> [0] -> retrieve, [1] -> retrieve
@@ -137,15 +138,18 @@ select_summaries(ckv_scores, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_c
     ckv_first, ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, reserved=4, num_sink_tokens=1,
     recent_window=2) -> sparse_attention_edges
 sparse_attention_edges(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
-    position, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L, scale=0.25,
-    num_sink_tokens=1, recent_window=2, kappa=8, source='attention', select_summaries, ckv_centroid,
-    ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_mean_value, ckv_new_value) -> model
-assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
-    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
-    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
-    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
-    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value,
-    ckv_mean_value)""",
+    position, ckv_first, sink_logits=None, ckv_candidate, ckv_candidate_score, ckv_candidate_rest,
+    ckv_candidate_norm, ckv_new_key, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8,
+    source='attention', select_summaries, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size,
+    ckv_mean_value, ckv_new_value) -> model
+pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate_norm, ckv_first,
+    num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
+    -> assign_tokens, [1] -> assign_tokens
+assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
+    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
+    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
+    ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
+    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value, ckv_mean_value)""",
     )
 
 
@@ -160,8 +164,8 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
     ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32 [1];
     ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1]; ckv_edge_neighbor
-    int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight float32 [1];
-    ckv_new_key float32 [1]
+    int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score float32 [1];
+    ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
@@ -172,13 +176,17 @@ retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_me
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
     sparse_attention_edges, [1] -> sparse_attention_edges
 sparse_attention_edges(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
-    ckv_length, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L,
-    scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8, source='attention') -> model
-assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
-    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
-    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
-    ckv_edge_weight, ckv_gamma, ckv_capacity_*, ckv_length, ckv_first, num_layers=*, num_kv_heads=2,
-    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)
+    ckv_length, ckv_first, sink_logits=None, ckv_candidate, ckv_candidate_score, ckv_candidate_rest,
+    ckv_candidate_norm, ckv_new_key, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8,
+    source='attention') -> model
+pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate_norm, ckv_first,
+    num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
+    -> assign_tokens, [1] -> assign_tokens
+assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
+    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
+    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
+    ckv_gamma, ckv_capacity_*, ckv_length, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
+    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)
 ckv_length.add_(1)""",
     )
 
@@ -214,8 +222,8 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
     [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
-    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_new_neighbor int32 [1]; ckv_new_weight
-    float32 [1]; ckv_new_key float32 [1]
+    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score
+    float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
     slots=2048) -> [0] -> retrieve, [1] -> retrieve
@@ -224,13 +232,17 @@ retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_me
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
     sparse_attention_edges, [1] -> sparse_attention_edges
 sparse_attention_edges(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
-    position, ckv_first, sink_logits=None, ckv_new_neighbor, ckv_new_weight, ckv_new_key, layer=L, scale=0.25,
-    num_sink_tokens=1, recent_window=2, kappa=8, source='attention') -> model
-assign_tokens(ckv_new_neighbor, ckv_new_weight, ckv_new_key, ckv_centroid, ckv_centroid_scale,
-    ckv_channel_scale, ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
-    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
-    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
-    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
+    position, ckv_first, sink_logits=None, ckv_candidate, ckv_candidate_score, ckv_candidate_rest,
+    ckv_candidate_norm, ckv_new_key, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2, kappa=8,
+    source='attention') -> model
+pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate_norm, ckv_first,
+    num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
+    -> assign_tokens, [1] -> assign_tokens
+assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
+    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
+    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
+    ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
+    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
     )
 
 

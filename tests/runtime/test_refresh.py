@@ -24,7 +24,7 @@ from ckv_compile.testing import (
 
 TOKENS, PROMPT, HEADS, KAPPA = 420, 120, 4, 6
 STATE = (
-    "new_neighbor", "new_weight", "new_key", "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start",
+    "new_key", "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start",
     "stored", "size", "num_communities", "n_indexed", "log_community", "log_first", "label", "community_weight",
     "total_weight", "edge_neighbor", "edge_weight", "gamma",
 )  # fmt: skip
@@ -69,11 +69,10 @@ class Story:
         sequence, at = self.sequence, self.sequence.length
         index, shape = sequence.index, sequence.shape
         for layer in range(2):
-            index.new_neighbor[layer].copy_(torch.from_numpy(self.ids[layer, :, :, at]))
-            index.new_weight[layer].copy_(torch.from_numpy(self.alphas[layer, :, :, at]))
             index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
+        edges = (torch.from_numpy(lists[:, :, :, at].copy()) for lists in (self.ids, self.alphas))
         torch.ops.ckv.assign_tokens(
-            *(index.nominal[name] for name in STATE), index.nominal["capacity_0"], sequence.length_device,
+            *edges, *(index.nominal[name] for name in STATE), index.nominal["capacity_0"], sequence.length_device,
             sequence.first_device, 2, shape.kv_heads, shape.head_dim, shape.lists, KAPPA, shape.graphs,
             sequence.config.num_sink_tokens, sequence.config.lam,
         )  # fmt: skip

@@ -46,7 +46,8 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     print(text)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert {kernel["kernel"] for kernel in found} >= {
-        "route", "retrieve", "sparse_attention", "merge_splits", "edges", "select_summaries", "attend_summaries",
+        "route", "retrieve", "sparse_attention", "merge_splits", "edges", "pick_edges", "select_summaries",
+        "attend_summaries",
     }  # fmt: skip
     assert {kernel["kernel"] for kernel in found} >= {"topk_prefill", "topk_neighbors", "topk_repair", "key_neighbors"}
     assert [kernel for kernel in found if kernel["spilled"]] == []
@@ -58,10 +59,10 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
 
 POINTERS = {
     "LEFT_OUT": "fp32", "CENTROID": "i8", "CENTROID_SCALE": "fp32", "CHANNEL_SCALE": "fp32", "SCORES": "fp32",
-    "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "ENTRIES": "i64", "WEIGHT": "fp32",
-    "NEW_WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32", "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32",
-    "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32", "INCREMENT": "fp32", "SUMS": "fp32",
-    "INVERSE": "fp32",
+    "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "CANDIDATE_REST": "i64", "REST": "i64",
+    "CANDIDATE_SCORE": "fp32", "SCORE": "fp32", "NORM": "fp32", "WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32",
+    "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32", "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32",
+    "INCREMENT": "fp32", "SUMS": "fp32", "INVERSE": "fp32",
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OF_THE_CACHE = {
@@ -114,6 +115,7 @@ def kernels(architecture):
         attend_summaries,
         edges,
         grouped_linear,
+        pick_edges,
         retrieve,
         route,
         select_summaries,
@@ -138,8 +140,8 @@ def kernels(architecture):
         merges = sparse_attention.merge_constants(1, heads, dim, constants["SPLITS"], queries, has_sinks=True)
         if source is not None:
             constants |= edges.edge_constants(source == "keys", kappa, constants)
-            lists = kv_heads if source == "keys" else heads
-            merges |= edges.edge_merge_constants(source == "keys", kappa, constants["SPLITS"], lists)
+        if source == "attention":
+            merges["EDGES"] = True
         rows = constants["BLOCK_H"] if queries > 1 else 0
         constants |= sparse_attention.configs(torch_dtype, dim, rows, constants.get("KEPT", 0))[0]
         yield label, "sparse_attention", ["attended", "edge_entries"], constants, "fp32", dtype
@@ -171,13 +173,24 @@ def kernels(architecture):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         constants = edges.constants_of(1, 8, dim, 4096, 10, 64, 8)
         constants |= edges.configs(torch_dtype, dim, constants["KEPT"])[0]
-        yield f"D={dim} {dtype}", "edges", ["attended", "edge_entries"], constants, "i64", dtype
+        yield f"D={dim} {dtype}", "edges", ["attended", "edge_entries"], constants, "i32", dtype
         plans = assign_tokens.plan_constants(36, 1, 8, 32, 8, 10, 0.5)
         entries = plans["BLOCK_L"] * plans["BLOCK_K"]
         yield "8 graphs", "plan_tokens", [], plans | assign_tokens.plan_configs(plans)[0], "i32", dtype
         commits = assign_tokens.commit_constants(36, 1, 8, 8, dim, entries) | assign_tokens.commit_configs()[0]
         yield f"D={dim} {dtype}", "assign_tokens", [], commits, "i32", dtype
         yield f"D={dim} {dtype} values", "assign_tokens", [], {**commits, "VALUES": True}, "i32", dtype
+
+    def picked(source, budget, kappa):
+        constants = pick_edges.constants_of(36, 1, 8, 32, budget, 10, kappa, source == "keys")
+        yield (
+            f"{source} kappa={kappa}",
+            "pick_edges",
+            ["edge_entries"],
+            constants | pick_edges.configs()[0],
+            "i32",
+            "bf16",
+        )
 
     def projected(rows, sizes, channels, dtype, biased=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -235,6 +248,8 @@ def kernels(architecture):
     yield from summarized(128, "bf16", 64, 4, graphs=64, reserved=4, values=True)
     yield from summarized(128, "bf16", 64, 1, graphs=1)
     yield from assigned(128, "bf16")
+    for source, kappa in (("keys", 8), ("attention", 8), ("attention", 32)):
+        yield from picked(source, 4096, kappa)
     for source in ("keys", "attention"):
         for dim, dtype in ((128, "bf16"), (256, "bf16"), (128, "fp32")):
             yield from attended(dim, dtype, source=source)

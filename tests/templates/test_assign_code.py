@@ -7,7 +7,7 @@ import torch
 
 import ckv_compile.lowering  # noqa: F401
 from ckv_compile.fake_cuda import generated_code
-from ckv_compile.index_layout import ASSIGN_STATE, INDEX_STATE
+from ckv_compile.index_layout import ASSIGN_STATE, CANDIDATES, INDEX_STATE
 
 ckv = torch.ops.ckv
 BATCH, HEADS, KV_HEADS, DIM, LAYERS, SINKS, WINDOW, KAPPA, SLOTS = 2, 8, 2, 64, 2, 4, 16, 8, 1024
@@ -16,10 +16,9 @@ ASSIGNED = (
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
-NEW_EDGES = ("new_neighbor", "new_weight", "new_key")
 MARKS = {  # an argument of each template that none after it has
     "KEY_NEW": "append_kv", "VALUE_NEW": "append_kv", "MEMBER": "retrieve", "NEIGHBOR": "plan", "PLAN": "commit",
-    "TOTAL": "merge_splits", "VALUE": "attend", "TOKENS": "edges", "CENTROID": "route",
+    "REST": "pick_edges", "TOTAL": "merge_splits", "VALUE": "attend", "TOKENS": "edges", "CENTROID": "route",
 }  # fmt: skip
 
 
@@ -58,14 +57,17 @@ def code_of(source: str, graphs: int) -> tuple[list[str], str]:
             )  # fmt: skip
             attended = (tokens, count, s["n_indexed"], capacity, length, first)
             out = ckv.sparse_attention_edges(
-                query, key, value, *attended, None, *(s[name] for name in NEW_EDGES), layer, 0.1, SINKS, WINDOW, KAPPA,
-                source,
+                query, key, value, *attended, None, *(s[name] for name in (*CANDIDATES, "new_key")), layer, 0.1, SINKS,
+                WINDOW, KAPPA, source,
             )  # fmt: skip
             query, new = out + 1, new * 2
         lists = graphs if source == "keys" else HEADS
+        places = graphs if source == "keys" else max(graphs, KV_HEADS)
+        kept = (s[name] for name in CANDIDATES)
+        edges = ckv.pick_edges(*kept, first, LAYERS, places, lists, 256, SINKS, KAPPA, source)
         ckv.assign_tokens(
-            *(s[name] for name in (*NEW_EDGES, *ASSIGNED)), capacities[0], length, first, LAYERS, KV_HEADS, DIM, lists,
-            KAPPA, graphs, SINKS, 0.5,
+            *edges, *(s[name] for name in ("new_key", *ASSIGNED)), capacities[0], length, first, LAYERS, KV_HEADS, DIM,
+            lists, KAPPA, graphs, SINKS, 0.5,
         )  # fmt: skip
         length.add_(1)
         return query
@@ -86,7 +88,8 @@ def test_layers_run_kernels_only_and_nothing_is_copied(source, graphs):
     launches, call = code_of(source, graphs)
     assert "ops.ckv" not in call
     own = ["edges"] if (source, graphs) == ("keys", 1) else []
-    assert launches == ["append_kv", "route", "retrieve", *own, "attend", "merge_splits"] * LAYERS + ["plan", "commit"]
+    layer = ["append_kv", "route", "retrieve", *own, "attend", "merge_splits"]
+    assert launches == layer * LAYERS + ["pick_edges", "plan", "commit"]
     # Copies of one-element state would be the only ones of that size.
     assert not re.search(r"empty_strided_cuda\(\(1, ?\)", call)
     assert not re.search(r"\.copy_\(|\.clone\(", call)

@@ -1,10 +1,12 @@
 """Kernels of ``ckv::sparse_attention_edges`` against the operator in float64; caches are NaN outside of what is read."""
 
+import functools
+
 import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile import rendered
+from ckv_compile import index_layout, rendered
 from ckv_compile.testing import nominal_cache, random_cache, random_index, random_summaries
 
 SINKS, WINDOW, LAYER, SCALE = 4, 6, 1, 0.2
@@ -44,15 +46,37 @@ def attended_case(
     return query, key, value, tokens, count, state, int32(length), int32(*first)
 
 
+@pytest.fixture(autouse=True)
+def short_tail(monkeypatch):
+    """Few places for the tail, so that the longer ones of these small caches have some that find none."""
+    monkeypatch.setattr(index_layout, "CANDIDATE_TAIL", 32)
+
+
 def new_state(case, kappa, source, dtype):
-    """Poisoned new_neighbor, new_weight and new_key of two layers."""
+    """Poisoned candidates and new_key of two layers; the layer that is not looked at holds none."""
     query, key, _, tokens, *_ = case
-    lists = (2, query.shape[0], tokens.shape[1] if source == "keys" else query.shape[1], kappa)
-    keys = (2, query.shape[0], key.shape[1], key.shape[3])
-    return [
-        rendered.poisoned(shape, kind, "cpu")
-        for shape, kind in ((lists, torch.int32), (lists, torch.float32), (keys, dtype))
-    ]
+    batch, heads, graphs, kv_heads = *query.shape[:2], tokens.shape[1], key.shape[1]
+    lists, places = (graphs, graphs) if source == "keys" else (heads, max(graphs, kv_heads))
+    slots = index_layout.candidate_slots(tokens.shape[2], SINKS)
+    shapes = (
+        ((places, slots), torch.int32), ((lists, slots), torch.float32),
+        ((lists, index_layout.candidate_rest(kappa)), torch.int64), ((lists,), torch.float32),
+        ((kv_heads, key.shape[3]), dtype),
+    )  # fmt: skip
+    return [rendered.poisoned((2, batch, *shape), kind, "cpu") for shape, kind in shapes]
+
+
+def picks(state, case, kappa, source, pick=None):
+    """(neighbor, weight) of the layer."""
+    tokens, first = case[3], case[7]
+    places, lists = state[0].shape[2], state[1].shape[2]
+    sizes = (tokens.shape[2], SINKS, kappa, source)
+    if pick is None:
+        nominal = [tensor[LAYER:].flatten()[:1] for tensor in state[:4]]
+        found = torch.ops.ckv.pick_edges(*nominal, first, 1, places, lists, *sizes)
+    else:
+        found = pick(*(tensor[LAYER:].contiguous() for tensor in state[:4]), places, *sizes)
+    return [tensor[0].cpu() for tensor in found]
 
 
 def both(case, kappa, source, sink_logits=None, **tuned):
@@ -81,7 +105,12 @@ def both(case, kappa, source, sink_logits=None, **tuned):
     )
     for tensor, poison in zip(found, new_state(case, kappa, source, key.dtype), strict=True):
         assert torch.equal(tensor[0].cpu().nan_to_num(7), poison[0].nan_to_num(7)), "the other layer changed"
-    return [*(tensor[LAYER] for tensor in exact), out], [*(tensor[LAYER].cpu() for tensor in found), got.cpu()]
+    kernel = picks(found, case, kappa, source, functools.partial(rendered.pick_edges, BLOCK=64))
+    again = picks([tensor.cpu() for tensor in found], case, kappa, source)
+    assert torch.equal(kernel[0], again[0])
+    torch.testing.assert_close(kernel[1], again[1], rtol=1e-6, atol=0)
+    expected = picks(exact, case, kappa, source)
+    return [*expected, exact[4][LAYER], out], [*kernel, found[4][LAYER].cpu(), got.cpu()]
 
 
 def check(case, kappa, source, sink_logits=None, **tuned):
@@ -167,7 +196,8 @@ def test_zero_keys_have_finite_similarity(graphs):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_default_configuration(source):
+def test_default_configuration(source, monkeypatch):
+    monkeypatch.setattr(index_layout, "CANDIDATE_TAIL", 1024)
     check(attended_case((4, 1), 1, (3,), (400,), 430, 128, 300), 8, source, SPLITS=64, BLOCK_N=64, LIST_N=64)
 
 
@@ -201,7 +231,8 @@ def test_communities_change_no_edge_and_the_new_value_is_kept(source, graphs, si
     ).cpu()  # fmt: skip
     assert (got.double() - want).norm() <= 1e-6 * want.norm()
     assert not torch.allclose(got, without)
-    for tensor, alone in zip(found, (neighbor, weight, new_key), strict=True):
-        assert torch.equal(tensor[LAYER].cpu().nan_to_num(7), alone.nan_to_num(7))
+    edges = picks([tensor.cpu() for tensor in found], case, 5, source)
+    for tensor, alone in zip((*edges, found[4][LAYER].cpu()), (neighbor, weight, new_key), strict=True):
+        torch.testing.assert_close(tensor.nan_to_num(7), alone.nan_to_num(7), rtol=1e-6, atol=0)
     assert torch.equal(new_value[LAYER].cpu(), value[:, :, int(length)])
     assert new_value[0].isnan().all()
