@@ -35,6 +35,8 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
         return  # communities of fewer tokens are better than pages
     logged = _logged_since(sequence, layer, finished.stop)
     index.replace(layer, finished.stop, finished.packed, *_cached(sequence, layer))
+    if logged is not None:
+        index.flush()
     sequence.keep(finished)
     sequence.statistics.partitioned(layer, finished.result)
     if logged is not None:

@@ -526,8 +526,11 @@ class Sequence:
                 self.waiting[place] = finished
         if not self.waiting and not self.joined:
             return
-        for layer in range(self.geometry.num_layers):
-            publication.publish_layer(self, layer)
+        try:
+            for layer in range(self.geometry.num_layers):
+                publication.publish_layer(self, layer)
+        finally:
+            self.index.flush()
         self._reap()
         if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
             self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)

@@ -76,7 +76,7 @@ def test_memory_of_a_long_layer_is_bounded():
 
 
 @pytest.mark.parametrize("graph", ["keys", "attention", "mixed"])
-def test_a_prefill_hands_over_without_waiting_and_its_memory_may_be_reused(graph):
+def test_a_prefill_hands_over_and_publishes_without_waiting_and_its_memory_may_be_reused(graph):
     config = CommunityConfig(
         graph=graph, min_context=0, workers=2, num_sink_tokens=4, kappa=8, block_size=512, append_block=256
     )
@@ -99,7 +99,10 @@ def test_a_prefill_hands_over_without_waiting_and_its_memory_may_be_reused(graph
         sequence.prefilled(2500)
         assert warm or not slept.query()
         sequence.wait()
+        torch.cuda._sleep(10 if warm else 2_000_000_000)
+        slept.record()
         sequence.publish()
+        assert warm or not slept.query()
     assert not sequence.statistics.failures
     assert_consistent_index(sequence)
     if graph != "keys":
