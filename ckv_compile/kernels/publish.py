@@ -66,12 +66,13 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
     filled = np.array([writes[number].block.filled for number in anew], np.int64).reshape(-1)
     offsets = [_offsets(writes, name, shape.layers) for name in ("key", "value")[: 1 + ("mean_value" in index.buffers)]]
     aligned = not any((one % 8).any() for one in offsets)
-    named = [entries.reshape(-1), layers, filled, *offsets]
+    named = [entries.reshape(-1), *offsets, layers, filled]  # what kernels read begins as 16 bytes do
     head = pinned(np.concatenate(named), index.device).to(index.device, non_blocking=True)
-    table, layer_of, count, offset, *value_offset = head.split([len(one) for one in named])
+    table, *offset_of, layer_of, count = head.split([len(one) for one in named])
 
     most = int(entries[:, 1:4].max())
     place = {name.upper(): index.buffers[name] for name in ("start", "stored", "size", "member")}
+    place["CAPACITY"] = index.capacity
     if labels:
         place |= {"LABEL": index.label, "COMMUNITY_WEIGHT": index.community_weight}
     _kernel("place_communities", **place_constants(labels))(
@@ -79,7 +80,7 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
     )
 
     def means(use: str, cache: Tensor, offset: Tensor, out: Tensor, number: int, parts: int, **more: Tensor) -> None:
-        tensors = {name: place[name] for name in ("START", "STORED", "MEMBER")}
+        tensors = {name: place[name] for name in ("CAPACITY", "START", "STORED", "MEMBER")}
         _kernel("community_means", **means_constants(shape, use, keep_means="MEAN" in more, aligned=aligned))(
             (parts, rows, number), {"ENTRIES": table, "KEY": cache, "OFFSET": offset, **tensors, **more}, out
         )
@@ -87,17 +88,17 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
     key = writes[0].key
     if anew:
         squares = torch.empty(len(anew), rows, PARTS, shape.centroid_dim, dtype=torch.float32, device=index.device)
-        means("squares", key, offset, squares, len(anew), PARTS)
+        means("squares", key, offset_of[0], squares, len(anew), PARTS)
         mean_square = squares.sum(2) / count.view(len(anew), rows, 1).clamp(min=1)
         new = scales_of(mean_square).view(len(anew), *index.channel_scale.shape[1:])
         index.channel_scale.index_copy_(0, layer_of, new)
     parts = -(-int(entries[:, 1].max()) // COMMUNITIES)
     kept = {"MEAN": index.centroid_mean} if "centroid_mean" in index.buffers else {}
     scales = {"CHANNEL_SCALE": index.channel_scale, "CENTROID_SCALE": index.centroid_scale}
-    means("codes", key, offset, index.centroid, len(writes), parts, **scales, **kept)
-    if value_offset:
+    means("codes", key, offset_of[0], index.centroid, len(writes), parts, **scales, **kept)
+    if len(offset_of) > 1:
         assert writes[0].value is not None, "an index that keeps mean values needs the values"
-        means("means", writes[0].value, value_offset[0], index.mean_value, len(writes), parts)
+        means("means", writes[0].value, offset_of[1], index.mean_value, len(writes), parts)
 
 
 def place_constants(labels: bool) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _staged(parts: list[Tensor], device: torch.device) -> tuple[Tensor, list[int
 def _offsets(writes: list[BlockWrite], name: str, layers: int) -> np.ndarray:
     """Elements from the first write's K (or V) to that of every layer that is written."""
     base = getattr(writes[0], name)
-    offsets = np.zeros(layers, np.int64)
+    offsets = np.zeros(layers + layers % 2, np.int64)
     for write in writes:
         cache = getattr(write, name)
         assert (cache.stride(), cache.dtype) == (base.stride(), base.dtype), "layers of a cache are laid out alike"

@@ -31,7 +31,7 @@ class CommunityIndex:
             for name, kind in state_dtypes(config, dtype).items()
         }
         sizes = [[shape.communities, shape.tokens, shape.log, layer] for layer in range(shape.layers)]
-        self.capacity = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self.capacity = to_device(np.array(sizes, np.int32), device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
         self.nominal |= {f"capacity_{layer}": row for layer, row in enumerate(self.capacity)}
         self._ordered: dict[tuple[str, ...], list[torch.Tensor]] = {}
