@@ -51,7 +51,7 @@ class ArrivingGraphs:
         cls, neighbor: Tensor, weight: Tensor, key_neighbor: Tensor | None, first: list[int], graphs: int,
         config: CommunityConfig,
     ) -> ArrivingGraphs:  # fmt: skip
-        """Have the graphs built beside what the current stream goes on with. Nobody may write to the lists any more."""
+        """Have the graphs built beside what the current stream goes on with. The caller sends the lists themselves next."""
 
         def make() -> Iterator[tuple[Tensor, ...]]:
             built = build_graphs(
@@ -60,7 +60,7 @@ class ArrivingGraphs:
             return (some.tensors() for some in built)
 
         lists = [neighbor, weight] if key_neighbor is None else [neighbor, weight, key_neighbor]
-        return cls(outbox.outbox_of(neighbor.device).send(lists, make), first, graphs)
+        return cls(outbox.outbox_of(neighbor.device).send(lists, make, sent_again=True), first, graphs)
 
     def wait(self) -> None:
         self._parcel.wait()

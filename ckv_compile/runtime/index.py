@@ -14,6 +14,7 @@ import torch
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.runtime.statistics import LayerPartition
 from ckv_compile.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ class Packed:
     gamma: torch.Tensor  # float32 [B, G]
     joint: torch.Tensor
     filled: list[int]  # [B * G]
+    counts: LayerPartition  # for the report
 
     def used(self, labels: bool) -> int:
         """Numbers of ``joint`` that an index with or without labels needs: start, size, member; then weight, label."""
@@ -354,4 +356,6 @@ class Packed:
         filled = [int((partition.size > 0).sum()) for partition in flat]
         weights = parts[3].view(torch.float32)
         start, size, member, _, label = parts
-        return cls(start, size, member, label, weights, torch.from_numpy(gamma), memory, filled)
+        return cls(
+            start, size, member, label, weights, torch.from_numpy(gamma), memory, filled, LayerPartition.of(flat)
+        )

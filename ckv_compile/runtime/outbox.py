@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 
 from ckv_compile.runtime import cuda_graphs
+
+log = logging.getLogger(__name__)
 
 SLOTS = 2
 SLOT_BYTES = 32 << 20
@@ -40,6 +43,7 @@ class Parcel:
     def __init__(self, make: Make, tensors: Sequence[torch.Tensor], ready: Any) -> None:
         self._make: Make | None = make
         self._tensors, self._ready = tensors, ready
+        self.size = 0  # bytes of the device that it holds
         self._arrived = threading.Event()
         self._arrays: list[list[np.ndarray]] = []
         self._error: BaseException | None = None
@@ -129,19 +133,23 @@ class Outbox:
         self._thread: threading.Thread | None = None
         self.held_seconds = 0.0  # that callers had to wait for room
 
-    def send(self, tensors: Sequence[torch.Tensor], make: Make | None = None) -> Parcel:
+    def send(
+        self, tensors: Sequence[torch.Tensor], make: Make | None = None, *, sent_again: bool = False
+    ) -> Parcel:  # fmt: skip
         """Send tensors that the current stream of the calling thread computes, and that nobody writes to afterwards.
 
         make: what to send in their place, computed from them in the outbox's thread and on its stream, group by group;
-        it may wait for the device.
+        it may wait for the device. sent_again: these tensors follow in parcels of their own, where their bytes count.
         """
         parcel = Parcel(make or (lambda: [tensors]), tensors, self._lane.ready(tensors))
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = parcel.size = 0 if sent_again else sum(tensor.nbytes for tensor in tensors)
         with self._changed:
             if self._bytes and self._bytes + size > self._waiting_bytes:
                 began = time.perf_counter()
                 self._changed.wait_for(lambda: self._closed or self._bytes + size <= max(self._waiting_bytes, size))
-                self.held_seconds += time.perf_counter() - began
+                held = time.perf_counter() - began
+                self.held_seconds += held
+                log.info("held a prefill for %.3f s: %d MiB wait to leave the device", held, self._bytes >> 20)
             if self._closed:
                 _lose(parcel, RuntimeError("the process is ending"))
                 return parcel
@@ -174,7 +182,7 @@ class Outbox:
                 if self._closed:
                     return
                 parcel = self._parcels.popleft()
-            size = sum(tensor.nbytes for tensor in parcel._tensors)
+            size = parcel.size
             try:
                 with self._lane.after(parcel._ready):
                     ring = ring or Ring(self._lane, slot_bytes=self._slot_bytes)

@@ -25,7 +25,7 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             if finished is None:
                 break
             index.append_block(layer, finished.start, finished.stop, finished.packed, *_cached(sequence, layer))
-            sequence.statistics.partitioned(layer, finished.result)
+            sequence.statistics.partitioned(layer, finished.packed.counts)
         _publish_joined(sequence, layer)
         return
     finished = sequence.waiting.pop((layer, 0), None)
@@ -38,7 +38,7 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
     if logged is not None:
         index.flush()
     sequence.keep(finished)
-    sequence.statistics.partitioned(layer, finished.result)
+    sequence.statistics.partitioned(layer, finished.packed.counts)
     if logged is not None:
         _assign_meanwhile(sequence, layer, finished, *logged)
 
