@@ -6,8 +6,9 @@ are built a bounded number at a time, by sorting.
 A list of kappa keys gives T = kappa + kappa * (kappa - 1) / 2 terms (i, j, weight) with i < j: direct attention (eq. 2)
 and pairs of keys that one query attends to (eq. 3). A radix sort of 64-bit edge numbers brings the terms of an edge
 together, and they are added as integers, which are associative: equal inputs give equal bits, however the terms are
-divided. An integer counts 2^-42 or less of a graph's largest possible term (1/4, for probabilities and lam 0.5): a
-weight of 1e-8 keeps five digits, and below 3e-14 one may vanish that the host would keep.
+divided. The unit is such that the sum of the largest possible terms of an edge fits: 2^-42 for probabilities, lam 0.5
+and the lists of 4 heads and 131,072 tokens. A weight of 1e-8 then keeps some five digits, and one below 1e-13 may vanish
+that the host would keep.
 
 Cost, estimated: a term is written (16 bytes), sorted (8 passes over key and place, 256 bytes), gathered and added (some
 60), after about 170 bytes of elementwise work: 0.5 KB. The rest is done on edges, of which there are several times
