@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import textwrap
+import types
 from typing import Any
 
 import torch
@@ -548,8 +550,8 @@ def bare_sequence(
 ) -> Any:
     """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
 
-    keys: float32 [layers, B, Hkv, capacity, D] to use instead. Values are keys with their channels reversed. The cache
-    holds no token yet; ``extend_sequence`` adds some.
+    keys: [layers, B, Hkv, capacity, D] to use instead, on any device. Values are keys with their channels reversed. The
+    cache holds no token yet; ``extend_sequence`` adds some.
     """
     from ckv_compile.community.resolution import ResolutionMemory
     from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -562,7 +564,7 @@ def bare_sequence(
         keys = torch.take_along_dim(topics, which[..., None], 3) * 1.5
         keys = keys + torch.randn(keys.shape, generator=generator)
     layers, batch, heads, _, dim = keys.shape
-    geometry = AttentionGeometry(layers, 2 * heads, heads, dim, torch.float32, torch.device("cpu"))
+    geometry = AttentionGeometry(layers, 2 * heads, heads, dim, keys.dtype, keys.device)
     values = keys.flip(-1)
     memory = ResolutionMemory()
     return Sequence(config, geometry, batch, capacity, keys.__getitem__, memory, values.__getitem__)
@@ -652,3 +654,49 @@ def assert_whole_communities(sequence: Any, layer: int, tokens: Tensor, count: T
                 for position in community
             ]
             assert sorted(of_whole) == sorted(found)
+
+
+class HostLane:
+    """What an ``Outbox`` has of a device, on the host: copies happen when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.allocated = self.most_open = 0
+        self._open: set[int] = set()
+
+    def ready(self, tensors: Any) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def after(self, event: Any) -> Any:
+        yield
+
+    def pinned(self, size: int) -> Tensor:
+        self.allocated += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, host: Tensor, tensor: Tensor) -> Any:
+        place = host.data_ptr()
+        assert place not in self._open, "a buffer was filled again before it was emptied"
+        self._open.add(place)
+        self.most_open = max(self.most_open, len(self._open))
+        host.fill_(255)  # what a reader that does not wait finds
+
+        def synchronize() -> None:
+            host.copy_(tensor)
+            self._open.remove(place)
+
+        return types.SimpleNamespace(synchronize=synchronize)
+
+
+@contextlib.contextmanager
+def outbox_of_the_host(monkeypatch: Any) -> Any:
+    """Tensors of the host take the way that those of a device take."""
+    from ckv_compile.runtime import outbox
+
+    box, device = outbox.Outbox(HostLane(), slot_bytes=4096), torch.device("cpu")
+    monkeypatch.setitem(outbox._outboxes, device, box)
+    monkeypatch.setattr(outbox, "leaves_by_outbox", lambda device: True)
+    try:
+        yield box
+    finally:
+        box.close()

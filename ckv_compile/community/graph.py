@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -398,6 +399,29 @@ def mixed_graph(
         attention.indptr, attention.indices, attention.weights, 1.0, keys.indptr, keys.indices, keys.weights, scale
     )
     return TokenGraph(indptr, indices, weights, _row_sums(indptr, weights), attention.dropped, scale)
+
+
+def graphs_of_joint_csr(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    weights: np.ndarray,
+    dropped: np.ndarray,
+    key_scale: np.ndarray,
+    first: Sequence[int],
+) -> list[TokenGraph]:
+    """The graphs of one CSR with a row per graph and position, as views of its entries.
+
+    indptr: int64 [G * n + 1]. indices: int32 [nnz], nodes of the same graph. weights: float32 [nnz]. dropped, key_scale:
+    [G]. first: [G], the first position that is a node.
+    """
+    n = (len(indptr) - 1) // max(1, len(first))
+    graphs = []
+    for g, begin in enumerate(first):
+        rows = indptr[g * n + min(begin, n) : (g + 1) * n + 1]
+        entries = slice(rows[0], rows[-1])
+        own = rows - rows[0], indices[entries], weights[entries]
+        graphs.append(TokenGraph(*own, _row_sums(own[0], own[2]), int(dropped[g]), float(key_scale[g])))
+    return graphs
 
 
 @njit(nogil=True, cache=True)

@@ -274,6 +274,20 @@ def partition_mixed(
     return _partition_one(token_graph, n, config, memory, (layer, graph), initial, gamma, stop, backlog)
 
 
+def partition_built(
+    token_graph: TokenGraph,
+    n: int,
+    *,
+    config: CommunityConfig,
+    memory: ResolutionMemory,
+    layer: int,
+    graph: int,
+    stop: np.ndarray | None = None,
+) -> Partition:
+    """What ``partition_attention`` or ``partition_mixed`` makes of n positions, from their graph."""
+    return _partition_one(token_graph, n, config, memory, (layer, graph), None, None, stop, None)
+
+
 def partition_repaired(
     kept: Partition,
     neighbors: np.ndarray,

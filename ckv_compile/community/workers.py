@@ -38,12 +38,12 @@ class PoolStats:
 class Ticket:
     """One submitted job. ``description`` names its layer and graph in messages."""
 
-    def __init__(self, fn, args, description, fallback, on_done) -> None:
+    def __init__(self, fn, args, description, fallback, on_done, ready=None) -> None:
         self.description = description
         self.result: Any = None
         self.error: BaseException | None = None
         self.cpu_seconds = 0.0
-        self._fn, self._args, self._fallback, self._on_done = fn, args, fallback, on_done
+        self._fn, self._args, self._fallback, self._on_done, self._ready = fn, args, fallback, on_done, ready
         self._stop = np.zeros(1, np.int32)
         self._deadline = float("inf")
         self._claimed = False  # someone delivers, or has delivered, the result
@@ -106,9 +106,13 @@ class PartitionPool:
         description: Any = (),
         fallback: Callable[[], Any] | None = None,
         on_done: Callable[[Any, BaseException | None], None] | None = None,
+        ready: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queue one job; returns at once (with 0 workers, when the job is done)."""
-        ticket = Ticket(fn, args, description, fallback, on_done)
+        """Queue one job; returns at once (with 0 workers, when the job is done).
+
+        ready: waits, in the job's thread and before its time begins, until ``fn`` has what it needs; never raises.
+        """
+        ticket = Ticket(fn, args, description, fallback, on_done, ready)
         rejection = None
         with self._lock:
             self.stats.jobs += 1
@@ -200,9 +204,12 @@ class PartitionPool:
 
     def _run(self, ticket: Ticket) -> None:
         with self._lock:
-            ticket._deadline = time.monotonic() + self.timeout
             self._running.add(ticket)
             self._thread_of[ticket] = threading.current_thread()
+        if ticket._ready is not None:
+            ticket._ready()
+        with self._lock:
+            ticket._deadline = time.monotonic() + self.timeout
             if ticket._deadline != float("inf"):
                 if self._monitor is None or not self._monitor.is_alive():
                     self._monitor = threading.Thread(target=self._watch, name="ckv-partition-watch", daemon=True)
@@ -294,7 +301,7 @@ class PartitionPool:
                     log.exception("the fallback of %s failed", ticket.description)
         ticket.result, ticket.error = result, error
         on_done = ticket._on_done
-        ticket._fn = ticket._args = ticket._fallback = ticket._on_done = None  # let go of the arrays
+        ticket._fn = ticket._args = ticket._fallback = ticket._on_done = ticket._ready = None  # let go of the arrays
         if on_done is not None:
             try:
                 on_done(result, error)

@@ -6,13 +6,19 @@ Publication runs on the caller's thread and stream between two steps, so a step 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
-from ckv_compile.runtime.transfer import pinned
+from ckv_compile.runtime.statistics import LayerPartition
+from ckv_compile.runtime.transfer import to_device
+
+if TYPE_CHECKING:
+    from ckv_compile.kernels.publish import BlockWrite
 
 
 class CommunityIndex:
@@ -26,7 +32,7 @@ class CommunityIndex:
             for name, kind in state_dtypes(config, dtype).items()
         }
         sizes = [[shape.communities, shape.tokens, shape.log, layer] for layer in range(shape.layers)]
-        self.capacity = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self.capacity = to_device(np.array(sizes, np.int32), device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
         self.nominal |= {f"capacity_{layer}": row for layer, row in enumerate(self.capacity)}
         self._ordered: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -34,6 +40,9 @@ class CommunityIndex:
         self.used = [0] * shape.layers
         self.marks: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
         self.log_starts = [0] * shape.layers  # of log_first, in all rows
+        self.together = device.type == "cuda"  # what is published is written by ``flush``, in a few launches
+        self._writes: list[BlockWrite] = []
+        self._counted: set[int] = set()  # layers whose counters ``flush`` sets
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
@@ -115,10 +124,7 @@ class CommunityIndex:
         self._write(layer, at, start, block, key, value, anew=at == 0)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
-        self.num_communities[layer].fill_(upto)
-        self.n_indexed[layer].fill_(stop)
-        if assigns_tokens(self.config):
-            self.begin_log(stop, layer)
+        self._count(layer)
 
     def replace(
         self, layer: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
@@ -129,9 +135,7 @@ class CommunityIndex:
         self._write(layer, 0, 0, block, key, value, anew=True)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
-        self.num_communities[layer].fill_(upto)
-        self.n_indexed[layer].fill_(stop)
-        self.begin_log(stop, layer)
+        self._count(layer)
 
     def join_blocks(
         self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
@@ -147,6 +151,7 @@ class CommunityIndex:
         old, upto = marks[high - 1][1], at + block.start.shape[-1]
         moved = upto - old
         assert used + moved <= self.shape.communities, "the index was allocated for fewer communities"
+        self.flush()
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # some may have joined communities that go
             self.total_weight[layer].sub_(self.community_weight[layer, :, :, at:old].sum(-1))
@@ -162,7 +167,60 @@ class CommunityIndex:
         self.used[layer] = used + moved
         later = [(tokens, communities + moved) for tokens, communities in marks[high:]]
         self.marks[layer] = [*marks[:low], (stop, upto), *later]
+        self.flush()
         self.num_communities[layer].fill_(used + moved)
+
+    def flush(self) -> None:
+        """Write what was published since; steps read it from here on. For the caller's thread, between steps."""
+        (writes, self._writes), (counted, self._counted) = (self._writes, []), (self._counted, set())
+        if not writes:
+            return
+        from ckv_compile.kernels.publish import write_blocks
+
+        write_blocks(self, writes)
+        if "label" in self.buffers:
+            self._add_weights(writes)
+        if not counted:
+            return
+        shown = [(layer, self.used[layer], self.marks[layer][-1][0]) for layer in sorted(counted)]
+        layer_of, used, stop = to_device(np.array(shown, np.int64).T.copy(), self.device)
+        put = functools.partial(_put_rows, layers=layer_of)
+        put(self.num_communities, used)
+        put(self.n_indexed, stop)
+        if assigns_tokens(self.config):
+            put(self.log_first, stop)
+            for layer, _, position in shown:
+                self.log_starts[layer] = position
+
+    def _add_weights(self, writes: list[BlockWrite]) -> None:
+        """Total weights and resolutions of layers, after writes in their order."""
+        layers = sorted({write.layer for write in writes})
+        row = {layer: number for number, layer in enumerate(layers)}
+        numbers = np.zeros((3, len(layers), self.shape.batch, self.shape.graphs), np.float32)
+        kept, total, gamma = numbers
+        kept[:] = 1.0
+        for write in writes:
+            if write.anew:
+                kept[row[write.layer]] = total[row[write.layer]] = 0.0
+            total[row[write.layer]] += write.block.weight.numpy().sum(-1)
+            gamma[row[write.layer]] = write.block.gamma.numpy()
+        share, added, resolution = to_device(numbers, self.device).unbind()
+        layer_of = to_device(np.array(layers, np.int64), self.device)
+        if kept.any():
+            added = added + self.total_weight.index_select(0, layer_of) * share
+        self.total_weight.index_copy_(0, layer_of, added)
+        self.gamma.index_copy_(0, layer_of, resolution)
+
+    def _count(self, layer: int) -> None:
+        """Let steps read what is published of a layer, and log the tokens behind it; left to ``flush`` if that writes."""
+        if self.together:
+            self._counted.add(layer)
+            return
+        stop, used = self.marks[layer][-1]
+        self.num_communities[layer].fill_(used)
+        self.n_indexed[layer].fill_(stop)
+        if assigns_tokens(self.config):
+            self.begin_log(stop, layer)
 
     def _write(
         self,
@@ -176,6 +234,11 @@ class CommunityIndex:
         anew: bool,
     ) -> None:
         """anew: nothing of the layer's other communities counts any more."""
+        if self.together:
+            from ckv_compile.kernels.publish import BlockWrite
+
+            self._writes.append(BlockWrite(layer, at, first, block, key, value, anew))
+            return
         upto = at + block.start.shape[-1]
         count = block.member.shape[-1]
         member = self._device(block.member) + first
@@ -229,10 +292,20 @@ def channel_scales(mean: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     mean: ``[B, G, C, D]``. size: int ``[B, G, C]``. Returns float32 ``[B, G, D]``.
     """
     present = (size > 0).float()[..., None]
-    square = (mean.float().square() * present).sum(-2) / present.sum(-2).clamp(min=1)
-    scale = square.sqrt()
+    return scales_of((mean.float().square() * present).sum(-2) / present.sum(-2).clamp(min=1))
+
+
+def scales_of(mean_square: torch.Tensor) -> torch.Tensor:
+    """Scales of channels [..., D] from the mean squares of communities' means: their roots, never 0."""
+    scale = mean_square.sqrt()
     floor = 1e-4 * scale.amax(-1, keepdim=True)
     return torch.where(scale > floor, scale, torch.where(floor > 0, floor, 1.0))
+
+
+def _put_rows(counter: torch.Tensor, values: torch.Tensor, layers: torch.Tensor) -> None:
+    """counter[layers] = values, one for all rows and graphs of a layer. counter: int32 [L, ...]."""
+    values = values.int().view(-1, *[1] * (counter.dim() - 1)).expand(-1, *counter.shape[1:])
+    counter.index_copy_(0, layers, values)
 
 
 @dataclasses.dataclass
@@ -240,6 +313,7 @@ class Packed:
     """Partitions of all rows and graphs of a layer, padded to one size: empty communities have size 0.
 
     On the host, pinned where they go to CUDA. Made by the worker that partitioned, so that publishing only copies.
+    joint: int32, of which all others but gamma are views, in the order of ``used``. filled: communities with members.
     """
 
     start: torch.Tensor  # int32 [B, G, C]
@@ -248,6 +322,13 @@ class Packed:
     label: torch.Tensor  # int32 [B, G, n]
     weight: torch.Tensor  # float32 [B, G, C]
     gamma: torch.Tensor  # float32 [B, G]
+    joint: torch.Tensor
+    filled: list[int]  # [B * G]
+    counts: LayerPartition  # for the report
+
+    def used(self, labels: bool) -> int:
+        """Numbers of ``joint`` that an index with or without labels needs: start, size, member; then weight, label."""
+        return len(self.joint) if labels else 2 * self.start.numel() + self.member.numel()
 
     @classmethod
     def of(cls, partitions: list[list], device: torch.device) -> Packed:
@@ -256,20 +337,25 @@ class Packed:
         communities = max(len(partition.size) for partition in flat)
         members = max(len(partition.member) for partition in flat)
         tokens = max(len(partition.labels) for partition in flat)
-        shape = (rows * graphs, max(1, communities))
-        start, size = (np.zeros(shape, np.int32) for _ in range(2))
-        member = np.zeros((rows * graphs, max(1, members)), np.int32)
-        label = np.full((rows * graphs, tokens), -1, np.int32)
-        weight = np.zeros(shape, np.float32)
-        gamma = np.zeros(rows * graphs, np.float32)
+        widths = [max(1, communities)] * 2 + [max(1, members), max(1, communities), tokens]
+        sizes = [rows * graphs * width for width in widths]
+        memory = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        parts = [part.view(rows, graphs, width) for part, width in zip(memory.split(sizes), widths, strict=True)]
+        arrays = [part.flatten(0, 1).numpy() for part in parts]
+        weight, gamma = arrays[3].view(np.float32), np.zeros((rows, graphs), np.float32)
+        arrays[4][:] = -1
         for i, partition in enumerate(flat):
             count = len(partition.size)
-            start[i, :count] = partition.start
-            size[i, :count] = partition.size
-            member[i, : len(partition.member)] = partition.member
-            label[i, : len(partition.labels)] = partition.labels
-            gamma[i] = partition.gamma
+            arrays[0][i, :count] = partition.start
+            arrays[1][i, :count] = partition.size
+            arrays[2][i, : len(partition.member)] = partition.member
+            arrays[4][i, : len(partition.labels)] = partition.labels
+            gamma.flat[i] = partition.gamma
             if partition.weight is not None:
                 weight[i, :count] = partition.weight
-        arrays = (start, size, member, label, weight, gamma)
-        return cls(*(pinned(array.reshape(rows, graphs, *array.shape[1:]), device) for array in arrays))
+        filled = [int((partition.size > 0).sum()) for partition in flat]
+        weights = parts[3].view(torch.float32)
+        start, size, member, _, label = parts
+        return cls(
+            start, size, member, label, weights, torch.from_numpy(gamma), memory, filled, LayerPartition.of(flat)
+        )

@@ -17,13 +17,21 @@ class EdgePiece:
     """Lists of consecutive tokens of one layer; arrays, or what still arrives (``transfer.Arriving``).
 
     neighbor: int32 [B, H, m, kappa]. weight: float32, the same shape. key_neighbor: int32 [B, G, m, kappa], absolute,
-    None but for "mixed". tokens: m.
+    None but for "mixed". tokens: m. graphs: what gives the graphs ``[row][graph]`` of exactly these lists, where they
+    are built elsewhere (``device_graph.ArrivingGraphs``).
     """
 
     neighbor: Any
     weight: Any
     key_neighbor: Any
     tokens: int
+    graphs: Any = None
+
+    def wait(self) -> None:
+        """Until everything has arrived."""
+        for part in (self.graphs, self.neighbor, self.weight, self.key_neighbor):
+            if part is not None and not isinstance(part, np.ndarray):
+                part.wait()
 
     def first(self, tokens: int) -> EdgePiece:
         def cut(lists):
@@ -34,6 +42,8 @@ class EdgePiece:
         return EdgePiece(cut(self.neighbor), cut(self.weight), cut(self.key_neighbor), min(tokens, self.tokens))
 
     def arrays(self) -> EdgePiece:
+        """The lists as arrays."""
+
         def array(lists):
             return lists if lists is None or isinstance(lists, np.ndarray) else lists.array()
 
@@ -63,6 +73,10 @@ def partition_edges(
 ) -> Whole:
     """Partition all positions, starting from the communities that ``kept`` gives the first of them."""
     edges = joined_pieces(pieces)
+    alone = pieces[0].graphs if len(pieces) == 1 and kept is None else None
+    built = None if alone is None else alone.graphs()
+    if built is not None:
+        return Whole(partition_graphs(built, edges.tokens, config, memory, layer, stop=stop), edges)
     initial = None
     if kept is not None:
         initial = np.full((len(first), graphs, edges.tokens), -1, np.int32)
@@ -131,3 +145,14 @@ def partition_whole(
                 )
         result.append(parts)
     return result
+
+
+def partition_graphs(built: list[list], tokens: int, config, memory, layer: int, *, stop) -> list[list]:
+    """Worker side of "attention" and "mixed" where the device built the graphs ``[row][graph]``."""
+    return [
+        [
+            partitions.partition_built(one, tokens, config=config, memory=memory, layer=layer, graph=graph, stop=stop)
+            for graph, one in enumerate(row)
+        ]
+        for row in built
+    ]

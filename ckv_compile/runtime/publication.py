@@ -25,7 +25,7 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
             if finished is None:
                 break
             index.append_block(layer, finished.start, finished.stop, finished.packed, *_cached(sequence, layer))
-            sequence.statistics.partitioned(layer, finished.result)
+            sequence.statistics.partitioned(layer, finished.packed.counts)
         _publish_joined(sequence, layer)
         return
     finished = sequence.waiting.pop((layer, 0), None)
@@ -35,8 +35,10 @@ def publish_layer(sequence: Sequence, layer: int) -> None:
         return  # communities of fewer tokens are better than pages
     logged = _logged_since(sequence, layer, finished.stop)
     index.replace(layer, finished.stop, finished.packed, *_cached(sequence, layer))
+    if logged is not None:
+        index.flush()
     sequence.keep(finished)
-    sequence.statistics.partitioned(layer, finished.result)
+    sequence.statistics.partitioned(layer, finished.packed.counts)
     if logged is not None:
         _assign_meanwhile(sequence, layer, finished, *logged)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -16,7 +17,6 @@ import warnings
 import weakref
 from typing import Any
 
-import numpy as np
 import torch
 
 import ckv_compile.ops
@@ -26,11 +26,12 @@ from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens
-from ckv_compile.runtime import cuda_graphs, jobs, publication
+from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
+from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
-from ckv_compile.runtime.transfer import Arriving, with_arrays
+from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
 
 log = logging.getLogger(__name__)
 _identifiers = itertools.count(1)
@@ -166,7 +167,7 @@ class Sequence:
         self.first, self.padded = list(first), any(first)
         values = torch.tensor(first, dtype=torch.int32)
         self.first_host.copy_(values)
-        self.first_device.copy_(values)
+        self.first_device.copy_(pinned(values.numpy(), self.first_device.device), non_blocking=True)
 
     def close(self) -> None:
         self.settle()
@@ -268,8 +269,9 @@ class Sequence:
             edges = self.edges[layer]
             if edges.tokens == length:
                 keys = self._key_neighbors(key, length, upto) if self.config.graph == "mixed" else None
-                ids, alphas = neighbor.to("cpu").numpy(), weight.to("cpu", torch.float32).numpy()
-                edges.append(jobs.EdgePiece(ids, alphas, keys, num_new))
+                whole = length == 0 and upto > self.config.min_context  # and so partitioned at once, from these alone
+                # Clones: the graph that runs may write to its own tensors as soon as this returns.
+                edges.append(self._piece(neighbor.clone(), weight.to(torch.float32, copy=True), keys, build=whole))
         if upto <= self.config.min_context:
             return
         if self.in_blocks:
@@ -436,8 +438,9 @@ class Sequence:
 
         assert len(first) == batch
         ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
-            with_arrays(function), *args, description=(layer, start, stop), fallback=pages, on_done=done
-        )
+            with_arrays(function), *args, description=(layer, start, stop), fallback=pages, on_done=done,
+            ready=functools.partial(wait_for, args),
+        )  # fmt: skip
         with self._pending_lock:
             self.pending.add(ticket)
         self._reap()
@@ -458,12 +461,27 @@ class Sequence:
             key, self.first_host, start, stop, config.kappa, config.num_sink_tokens, joined, size
         )
 
-    def _key_neighbors(self, key: torch.Tensor, start: int, stop: int) -> np.ndarray:
+    def _key_neighbors(self, key: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Key neighbours of positions ``start .. stop - 1`` inside blocks, as absolute positions."""
         size = self.config.block_size
-        found = self._block_neighbors(key, start, stop, size).to("cpu").numpy()
-        begin = start + np.arange(stop - start) // size * size
-        return np.where(found >= 0, found + begin[:, None], found).astype(np.int32)
+        found = self._block_neighbors(key, start, stop, size)
+        offset = torch.arange(stop - start, dtype=torch.int32, device=found.device)
+        begin = offset.div_(size, rounding_mode="floor").mul_(size).add_(start)
+        return torch.where(found >= 0, found + begin[:, None], found)
+
+    def _piece(
+        self, neighbor: torch.Tensor, weight: torch.Tensor, keys: torch.Tensor | None, *, build: bool = False
+    ) -> jobs.EdgePiece:
+        """Lists ``[B, H, m, kappa]`` on their way to the host; the caller gives them away.
+
+        build: have the graphs of exactly these lists built on the device, where there is one.
+        """
+        graphs = None
+        if build and outbox.leaves_by_outbox(neighbor.device):
+            first = [row + self.config.num_sink_tokens for row in self.first]
+            graphs = ArrivingGraphs.send(neighbor, weight, keys, first, self.shape.graphs, self.config)
+        arriving = None if keys is None else Arriving(keys)
+        return jobs.EdgePiece(Arriving(neighbor), Arriving(weight), arriving, neighbor.shape[2], graphs)
 
     def _collect_logged_edges(self) -> None:
         """Take the edges of generated tokens, which decode steps logged; a worker gets them when they have arrived."""
@@ -486,8 +504,7 @@ class Sequence:
         edges, keys = self.edges[layer], None
         if self.config.graph == "mixed":
             keys = self._key_neighbors(self.keys(layer), edges.tokens, edges.tokens + high - low)
-        ids, alphas = (Arriving(one[:, :, low:high].clone()) for one in (neighbor, weight))
-        edges.append(jobs.EdgePiece(ids, alphas, keys, high - low))
+        edges.append(self._piece(neighbor[:, :, low:high].clone(), weight[:, :, low:high].clone(), keys))
 
     # ------------------------------------------------------------------ publication
 
@@ -509,8 +526,11 @@ class Sequence:
                 self.waiting[place] = finished
         if not self.waiting and not self.joined:
             return
-        for layer in range(self.geometry.num_layers):
-            publication.publish_layer(self, layer)
+        try:
+            for layer in range(self.geometry.num_layers):
+                publication.publish_layer(self, layer)
+        finally:
+            self.index.flush()
         self._reap()
         if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
             self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -13,6 +15,16 @@ class LayerPartition:
     members: int = 0
     largest: int = 0
     dropped: int = 0
+
+    @classmethod
+    def of(cls, partitions: Iterable[Any]) -> LayerPartition:
+        counts = cls()
+        for partition in partitions:
+            counts.communities += len(partition.size)
+            counts.members += int(partition.size.sum())
+            counts.largest = max(counts.largest, int(partition.size.max(initial=0)))
+            counts.dropped += partition.dropped
+        return counts
 
 
 @dataclasses.dataclass
@@ -50,10 +62,9 @@ class RunStatistics:
         self.tokens_in_context += context
         tally.zero_()
 
-    def partitioned(self, layer: int, result: list[list]) -> None:
+    def partitioned(self, layer: int, counts: LayerPartition) -> None:
         entry = self.layers[layer]
-        for partition in (part for row in result for part in row):
-            entry.communities += len(partition.size)
-            entry.members += int(partition.size.sum())
-            entry.largest = max(entry.largest, int(partition.size.max(initial=0)))
-            entry.dropped += partition.dropped
+        entry.communities += counts.communities
+        entry.members += counts.members
+        entry.largest = max(entry.largest, counts.largest)
+        entry.dropped += counts.dropped

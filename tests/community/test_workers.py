@@ -241,3 +241,13 @@ def test_a_cancelled_job_is_answered_without_its_fallback_and_is_no_failure(capl
     assert seen == [(None, "partition of () was cancelled"), (None, "partition of x was cancelled")]
     assert (pool.stats.failures, pool.stats.timeouts) == (0, 0)
     assert not caplog.records
+
+
+def test_time_spent_waiting_for_what_a_job_needs_does_not_count():
+    with PartitionPool(1, timeout=0.2) as pool:
+        arrived = threading.Event()
+        ticket = pool.submit(lambda stop: "done", fallback=lambda: "late", ready=arrived.wait)
+        assert not pool.wait(ticket, 0.5)
+        arrived.set()
+        assert pool.wait(ticket, 30)
+    assert (ticket.result, ticket.error) == ("done", None)

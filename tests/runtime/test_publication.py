@@ -1,16 +1,19 @@
-"""Tokens that arrived while a partition ran join the means of their communities."""
+"""What workers bring back is written to an index: by kernels as on the host, in few launches, tokens in between too."""
 
 import types
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import IndexShape
+from ckv_compile.rendered import RenderedKernel
 from ckv_compile.runtime import publication
 from ckv_compile.runtime.index import CommunityIndex
+from ckv_compile.testing import bare_sequence
 
 USED, STOP, DIM = 3, 12, 4  # communities and tokens of the partition
 
@@ -55,3 +58,131 @@ def test_tokens_join_the_mean_keys_and_values_of_their_communities(heads, graphs
                 torch.testing.assert_close(index.centroid_mean[1, row, graph, c], mean_of(key, row, graph, tokens))
                 torch.testing.assert_close(index.mean_value[1, row, graph, c], mean_of(value, row, graph, tokens))
     assert index.mean_value[0].isnan().all()
+
+
+def published(config, together, *, batch=1, first=(0,), steps=(150,), layers=3):
+    """A sequence that was given so many tokens at a time, each time published at once."""
+    sequence = bare_sequence(config, 400, batch=batch, layers=layers)
+    sequence.index.together = together
+    sequence.set_first(list(first))
+    for buffer in sequence.index.buffers.values():
+        if buffer.is_floating_point():
+            buffer.fill_(0.25)  # what stays is the same in both
+    if not sequence.in_blocks:
+        rng = np.random.default_rng(0)
+        shape = layers, batch, 4, steps[0], config.kappa
+        ids = torch.from_numpy(rng.integers(-1, np.arange(steps[0])[:, None] + 1, shape).astype(np.int32))
+        alphas = torch.from_numpy(rng.random(shape, np.float32) / config.kappa)
+        for layer in range(layers):
+            sequence.offer(layer, sequence.keys(layer), 0, steps[0], ids[layer], alphas[layer])
+        sequence.prefilled(steps[0])
+        sequence.publish()
+        return sequence
+    length = 0
+    for count in steps:
+        for layer in range(layers):
+            sequence.offer(layer, sequence.keys(layer), length, count, None, None)
+        length += count
+        sequence.prefilled(length)
+        sequence.publish()
+    sequence.publish()  # of small blocks that were joined meanwhile
+    return sequence
+
+
+CONFIGS = {
+    "keys": {},
+    "keys assigned": {"append": "assign"},
+    "keys with values": {"centroid_budget": 8},
+    "one graph": {"graph_aggregation": "layer", "centroid_budget": 8},
+    "attention": {"graph": "attention"},
+    "attention by head": {"graph": "attention", "graph_aggregation": "head", "centroid_budget": 4},
+    "mixed": {"graph": "mixed"},
+}
+
+
+def config_of(options, **more):
+    base = {"min_context": 0, "workers": 0, "num_sink_tokens": 4, "kappa": 4, "block_size": 64, "append_block": 16}
+    return CommunityConfig(**base, **options, **more)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs them one by one."""
+    monkeypatch.setattr("ckv_compile.kernels.publish.PARTS", 2)
+    monkeypatch.setattr("ckv_compile.kernels.publish.COMMUNITIES", 7)
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_kernels_publish_what_the_host_publishes(options):
+    config, batch, first, steps = config_of(options), 2, [0, 70], (64, 16, 60)  # the second row has no node at first
+    ours, theirs = (
+        published(config, together, batch=batch, first=first, steps=steps, layers=2) for together in (True, False)
+    )
+    assert ours.index.used == theirs.index.used
+    assert ours.index.marks == theirs.index.marks
+    assert not ours.in_blocks or [stop for stop, _ in ours.index.marks[0]] == [64, 128]
+    assert ours.index.log_starts == theirs.index.log_starts
+    codes, ours_scale, their_scale = {}, ours.index.centroid_scale, theirs.index.centroid_scale
+    for name, buffer in ours.index.buffers.items():
+        other = theirs.index.buffers[name]
+        if name == "centroid":
+            codes[name] = (buffer.int() - other.int()).abs()
+        elif buffer.is_floating_point():
+            torch.testing.assert_close(buffer, other, rtol=1e-5, atol=1e-6, msg=name)
+        else:
+            assert torch.equal(buffer, other), name
+    assert codes["centroid"].max() <= 1
+    assert codes["centroid"].double().mean() < 1e-3
+    torch.testing.assert_close(ours_scale, their_scale, rtol=1e-5, atol=1e-7)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would launch on a device: operators that compute or copy, and kernels of our own."""
+
+    VIEWS = (
+        "view",
+        "split",
+        "select",
+        "slice",
+        "expand",
+        "empty",
+        "detach",
+        "unbind",
+        "alias",
+        "unsqueeze",
+        "as_strided",
+    )
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        original = RenderedKernel.__call__
+
+        def launch(kernel, *args):
+            self.names.append("kernel")
+            with _disable_current_modes():
+                return original(kernel, *args)
+
+        monkeypatch.setattr(RenderedKernel, "__call__", launch)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if not name.startswith(self.VIEWS) and "lift" not in name:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [CONFIGS[name] for name in ("keys", "attention")], ids=str)
+def test_a_publication_of_all_layers_is_some_twenty_launches(monkeypatch, options):
+    original, counts = CommunityIndex.flush, []
+
+    def flush(index):
+        with monkeypatch.context() as patches, Launches(patches) as launches:
+            original(index)
+        counts.append(launches.names)
+
+    monkeypatch.setattr(CommunityIndex, "flush", flush)
+    for layers in (2, 5):
+        published(config_of(options), True, layers=layers, steps=(100,))
+    assert counts[0] == counts[1]
+    assert len(counts[0]) <= 25

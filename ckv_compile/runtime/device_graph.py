@@ -1,0 +1,357 @@
+"""Token graphs from the edge lists of a layer, built on the device that holds the lists (CommunityKV, eq. 2-4).
+
+``community.graph`` builds the same graphs on the host, one by one, and is what defines them. Here the graphs of a layer
+are built a bounded number at a time, by sorting.
+
+A list of kappa keys gives T = kappa + kappa * (kappa - 1) / 2 terms (i, j, weight) with i < j: direct attention (eq. 2)
+and pairs of keys that one query attends to (eq. 3). A radix sort of 64-bit edge numbers brings the terms of an edge
+together, and they are added as integers, which are associative: equal inputs give equal bits, however the terms are
+divided. The unit is such that the sum of the largest possible terms of an edge fits: 2^-42 for probabilities, lam 0.5
+and the lists of 4 heads and 131,072 tokens. A weight of 1e-8 then keeps some five digits, and one below 1e-13 may vanish
+that the host would keep.
+
+Cost, estimated: a term is written (16 bytes), sorted (8 passes over key and place, 256 bytes), gathered and added (some
+60), after about 170 bytes of elementwise work: 0.5 KB. The rest is done on edges, of which there are several times
+fewer. 131,072 tokens, kappa 8 and 32 heads in 8 groups are 151 million terms a layer, 76 GB: some 20 ms at 4 TB/s, on a
+stream beside a layer of prefill that takes 350 ms there.
+
+Memory: BYTES_PER_TERM * (t + 2 * max(t, E)) bytes at most, of which the second part is needed only where a graph has
+more than t terms. t: ``terms_at_once``, or the terms of one position of one graph where that is more. E: edges of a
+graph before they are pruned. Lists and results come on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckv_compile.community.graph import TokenGraph, graphs_of_joint_csr
+from ckv_compile.config import CommunityConfig
+from ckv_compile.runtime import outbox
+from ckv_compile.runtime.outbox import Parcel
+
+log = logging.getLogger(__name__)
+TERMS_AT_ONCE = 1 << 23
+BYTES_PER_TERM = 80  # with what a radix sort takes
+
+
+class ArrivingGraphs:
+    """The graphs of all rows of a layer, built on the device and on their way to the host."""
+
+    def __init__(self, parcel: Parcel, first: list[int], graphs: int) -> None:
+        self._parcel, self._first, self._graphs = parcel, first, graphs
+
+    @classmethod
+    def send(
+        cls, neighbor: Tensor, weight: Tensor, key_neighbor: Tensor | None, first: list[int], graphs: int,
+        config: CommunityConfig,
+    ) -> ArrivingGraphs:  # fmt: skip
+        """Have the graphs built beside what the current stream goes on with. The caller sends the lists themselves next."""
+
+        def make() -> Iterator[tuple[Tensor, ...]]:
+            built = build_graphs(
+                neighbor, weight, first, graphs=graphs, lam=config.lam, prune=config.prune, key_neighbor=key_neighbor
+            )
+            return (some.tensors() for some in built)
+
+        lists = [neighbor, weight] if key_neighbor is None else [neighbor, weight, key_neighbor]
+        return cls(outbox.outbox_of(neighbor.device).send(lists, make, sent_again=True), first, graphs)
+
+    def wait(self) -> None:
+        self._parcel.wait()
+
+    def graphs(self) -> list[list[TokenGraph]] | None:
+        """``[row][graph]``; None where the device had no memory to build them in. Waits."""
+        try:
+            groups = self._parcel.arrays()
+        except torch.OutOfMemoryError:
+            log.warning("no memory on the device to build token graphs in; the host builds them")
+            return None
+        first = np.repeat(self._first, self._graphs).tolist()
+        found: list[TokenGraph] = []
+        for group in groups:
+            indptr, indices, weights, dropped, key_scale = group
+            nodes = first[len(found) : len(found) + len(dropped)]
+            found += graphs_of_joint_csr(indptr, indices, weights, dropped, key_scale, nodes)
+        return [found[row : row + self._graphs] for row in range(0, len(found), self._graphs)]
+
+
+def terms_of(kappa: int) -> int:
+    """Terms of one list."""
+    return kappa + kappa * (kappa - 1) // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class JointGraphs:
+    """Some graphs of a layer over n positions each, in one symmetric CSR without self-loops.
+
+    indptr: int64 [G * n + 1], a row per graph and position; positions that are not nodes have no entry. indices: int32
+    [nnz], nodes of the same graph, counted from its first, ascending in a row. weights: float32 [nnz], bit-equal in both
+    directions. dropped: int64 [G], unusable entries. key_scale: float64 [G], see ``community.graph.TokenGraph``.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    weights: Tensor
+    dropped: Tensor
+    key_scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.indptr, self.indices, self.weights, self.dropped, self.key_scale
+
+
+def build_graphs(
+    neighbor: Tensor,
+    weight: Tensor,
+    first: list[int],
+    *,
+    graphs: int,
+    lam: float,
+    prune: float,
+    key_neighbor: Tensor | None = None,
+    terms_at_once: int = TERMS_AT_ONCE,
+) -> Iterator[JointGraphs]:
+    """The graphs of a layer, by rows and then by graphs, some at a time: ``attention_graph`` or ``mixed_graph`` of each.
+
+    neighbor, weight: int32 and float32 [B, H, n, kappa], lists of all positions with their probabilities (others lose
+    their small terms to the largest, see above); H / graphs heads share a graph. first: [B], the first position of a row
+    that is a node. key_neighbor: int32 [B, graphs, n, k], positions, for mixed graphs.
+    Waits for the device, to learn how many edges there are: not for a thread that launches steps.
+    """
+    batch, heads, n, kappa = neighbor.shape
+    heads //= graphs
+    neighbor = neighbor.reshape(batch * graphs, heads, n, kappa)
+    weight = weight.reshape(neighbor.shape)
+    nodes = torch.tensor(first, device=neighbor.device).clamp_(0, n).repeat_interleave(graphs)
+    if key_neighbor is not None:
+        key_neighbor = key_neighbor.reshape(batch * graphs, 1, n, key_neighbor.shape[3])
+    together = max(1, terms_at_once // max(1, heads * n * terms_of(kappa)))
+    for begin in range(0, batch * graphs, together):
+        some = slice(begin, begin + together)
+        edges = _Edges.of_attention(neighbor[some], weight[some], nodes[some], lam, terms_at_once).pruned(prune)
+        if key_neighbor is not None:
+            edges = edges.mixed(_Edges.of_keys(key_neighbor[some], nodes[some], terms_at_once))
+        yield edges.csr()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edges:
+    """Every edge of G graphs over n positions once, in order of graph, low and high end.
+
+    key: int64 [E], (graph * n + low) * n + high, ascending. weight: float32 [E], positive and finite. first: int64 [G].
+    """
+
+    n: int
+    first: Tensor
+    key: Tensor
+    weight: Tensor
+    dropped: Tensor
+    key_scale: Tensor
+
+    @classmethod
+    def of_attention(cls, neighbor: Tensor, weight: Tensor, first: Tensor, lam: float, terms_at_once: int) -> _Edges:
+        """Eq. 2-4 summed over heads. neighbor, weight: [G, H, n, kappa]."""
+        graphs, heads, n, kappa = neighbor.shape
+        dropped = torch.zeros_like(first)
+        half, rest = 0.5 * lam, 1.0 - lam
+        largest = weight.masked_fill((neighbor < 0) | ~_usable(weight), 0).flatten(1)
+        largest = (largest.amax(1) if largest.shape[1] else largest.sum(1)).double()
+        largest = torch.maximum(half * largest, rest * largest.square())
+        # The list of i gives edge ij at most a direct term and one for the pair: sums stay below 2^62.
+        room = 62 - (2 * heads * n).bit_length()
+        scale = torch.exp2((room - torch.frexp(largest).exponent).double())
+        factor = scale.view(-1, 1, 1, 1)
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            for begin, end in _ranges(n, graphs * heads * terms_of(kappa), terms_at_once):
+                lists = neighbor[:, :, begin:end], weight[:, :, begin:end]
+                ids, kept, bad = _clean_lists(*lists, first, begin, n)
+                dropped.add_(bad)
+                alpha = lists[1].masked_fill(~kept, 0).double()
+                yield _terms(ids, alpha, begin, n, half * factor, rest * factor, direct=half > 0, pairs=rest > 0)
+
+        key, total = _accumulated(blocks(), first, terms_at_once)
+        graph_of = key // max(1, n * n)
+        sums = (total.double() / scale[graph_of]).float()
+        dropped.add_(torch.bincount(graph_of[sums == torch.inf], minlength=graphs))
+        fine = (sums > 0) & (sums < torch.inf)
+        return cls(n, first, key[fine], sums[fine], dropped, torch.ones_like(scale))
+
+    @classmethod
+    def of_keys(cls, neighbor: Tensor, first: Tensor, terms_at_once: int) -> _Edges:
+        """Edges of nearest keys, 1/2 for each direction in which they are listed. neighbor: [G, 1, n, kappa]."""
+        graphs, _, n, kappa = neighbor.shape
+        one = torch.ones(1, dtype=torch.float64, device=first.device)
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            for begin, end in _ranges(n, graphs * kappa, terms_at_once):
+                ids, kept, _ = _clean_lists(neighbor[:, :, begin:end], None, first, begin, n)
+                yield _terms(ids, kept.double(), begin, n, one, one, direct=True, pairs=False)
+
+        key, count = _accumulated(blocks(), first, terms_at_once)
+        none = torch.zeros_like(first)
+        return cls(n, first, key, 0.5 * count.float(), none, none.double())
+
+    @property
+    def rows(self) -> int:
+        return len(self.first) * self.n
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Row ``graph * n + position`` of each edge's lower end, ascending, and of its higher one. int64 [E]."""
+        n = max(1, self.n)
+        low = self.key // n
+        return low, self.key - low * n + low // n * n
+
+    def pruned(self, prune: float) -> _Edges:
+        """Without edges below ``prune`` times the smaller of their ends' strongest edges."""
+        if prune <= 0:
+            return self
+        low, high = self.ends()
+        ordered, order = torch.sort(high.int(), stable=True)
+        strongest = torch.maximum(
+            _segment_max(self.weight, low, self.rows), _segment_max(self.weight[order], ordered, self.rows)
+        )
+        weaker_end = torch.minimum(strongest[low], strongest[high]).double()
+        strong = self.weight.double() >= prune * weaker_end
+        return dataclasses.replace(self, key=self.key[strong], weight=self.weight[strong])
+
+    def mixed(self, keys: _Edges) -> _Edges:
+        """With key edges, scaled to the same total weight where neither set is empty."""
+        own, other = self._totals(), keys._totals()
+        scale = torch.where(torch.minimum(own, other) > 0, own / other, 1.0)
+        scaled = (scale[keys.key // max(1, self.n * self.n)] * keys.weight.double()).float()
+        key, order = torch.sort(torch.cat([self.key, keys.key]), stable=True)  # attention before keys
+        weight = torch.cat([self.weight, scaled])[order]
+        again = key[1:] == key[:-1]  # at most once, as either set has an edge once
+        weight[:-1] += torch.where(again, weight[1:], 0)
+        begins = torch.ones_like(key, dtype=torch.bool)
+        begins[1:] = ~again
+        return dataclasses.replace(self, key=key[begins], weight=weight[begins], key_scale=scale)
+
+    def csr(self) -> JointGraphs:
+        low, high = self.ends()
+        ordered, order = torch.sort(high.int(), stable=True)
+        grid = torch.arange(self.rows + 1, device=low.device)
+        start_low, start_high = torch.searchsorted(low, grid), torch.searchsorted(ordered, grid.int())
+        indptr = start_low + start_high
+        indices = torch.empty(2 * len(low), dtype=torch.int32, device=low.device)
+        weights = torch.empty(2 * len(low), dtype=torch.float32, device=low.device)
+        node_0 = (torch.arange(len(self.first), device=low.device) * self.n + self.first)[low // max(1, self.n)]
+        edge = torch.arange(len(low), device=low.device)
+        # A row's lower neighbours come first; edges are in order of the lower end already.
+        place = indptr[ordered] - start_high[ordered] + edge
+        indices[place] = (low - node_0)[order].int()
+        weights[place] = self.weight[order]
+        place = indptr[low] + start_high.diff()[low] - start_low[low] + edge
+        indices[place] = (high - node_0).int()
+        weights[place] = self.weight
+        return JointGraphs(indptr, indices, weights, self.dropped, self.key_scale)
+
+    def _totals(self) -> Tensor:
+        """Twice the weight of each graph, float64 [G], added in a fixed order."""
+        bounds = torch.arange(len(self.first) + 1, device=self.key.device) * (self.n * self.n)
+        ends = torch.searchsorted(self.key, bounds).tolist()
+        return 2 * torch.stack([self.weight[begin:end].double().sum() for begin, end in itertools.pairwise(ends)])
+
+
+def _ranges(n: int, terms_per_position: int, terms_at_once: int) -> Iterator[tuple[int, int]]:
+    step = max(1, terms_at_once // max(1, terms_per_position))
+    return ((begin, min(begin + step, n)) for begin in range(0, n, step))
+
+
+def _usable(weight: Tensor) -> Tensor:
+    return (weight >= 0) & (weight < torch.inf)
+
+
+def _clean_lists(
+    neighbor: Tensor, weight: Tensor | None, first: Tensor, begin: int, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which entries count: those of nodes that list a node, of equal ones the first with a usable weight above 0.
+
+    neighbor, weight: [G, H, q, kappa], of positions ``begin ...`` of n. Returns positions int32, 0 where they do not
+    count, a mask of those that do, and the number of unusable weights, int64 [G].
+    """
+    node = first.view(-1, 1, 1, 1)
+    query = torch.arange(begin, begin + neighbor.shape[2], device=neighbor.device).view(-1, 1)
+    kept = (neighbor >= node) & (neighbor < n) & (query >= node)
+    dropped = torch.zeros_like(first)
+    if weight is not None:
+        usable = _usable(weight)
+        dropped = (kept & ~usable).flatten(1).sum(1)
+        kept &= usable & (weight > 0)
+    ids = neighbor.masked_fill(~kept, -1)
+    for slot in range(1, ids.shape[3]):
+        kept[..., slot] &= (ids[..., :slot] != ids[..., slot : slot + 1]).all(-1)
+    return ids.masked_fill_(~kept, 0), kept, dropped
+
+
+def _terms(
+    ids: Tensor, alpha: Tensor, begin: int, n: int, half: Tensor, rest: Tensor, *, direct: bool, pairs: bool
+) -> tuple[Tensor, Tensor]:
+    """Terms of cleaned lists: direct ones of weight half * alpha, pairs of weight rest * alpha * alpha.
+
+    ids: int32 [G, H, q, kappa]. alpha: float64, 0 where an entry does not count. Returns edges and integer weights,
+    int64 [G * H * q * T]; a term of weight 0 may stand at any edge.
+    """
+    graphs, heads, queries, kappa = ids.shape
+    first, second = torch.triu_indices(kappa, kappa, 1, device=ids.device)
+    split = kappa if direct else 0
+    shape = (graphs, heads, queries, split + (len(first) if pairs else 0))
+    key = torch.empty(shape, dtype=torch.int64, device=ids.device)
+    value = torch.empty(shape, dtype=torch.int64, device=ids.device)
+    if direct:
+        query = torch.arange(begin, begin + queries, dtype=torch.int32, device=ids.device).view(-1, 1)
+        key[..., :split] = torch.minimum(ids, query)
+        key[..., :split].mul_(n).add_(torch.maximum(ids, query))
+        value[..., :split] = (half * alpha).masked_fill_(ids == query, 0).round_()
+    if pairs:
+        one, other = ids.index_select(3, first), ids.index_select(3, second)
+        key[..., split:] = torch.minimum(one, other)
+        key[..., split:].mul_(n).add_(torch.maximum(one, other))
+        del one, other
+        value[..., split:] = alpha.index_select(3, first).mul_(alpha.index_select(3, second)).mul_(rest).round_()
+    key += (torch.arange(graphs, device=ids.device) * (n * n)).view(-1, 1, 1, 1)
+    return key.view(-1), value.view(-1)
+
+
+def _accumulated(blocks: Iterable[tuple[Tensor, Tensor]], like: Tensor, terms_at_once: int) -> tuple[Tensor, Tensor]:
+    """Edges in ascending order, each once, with the sum of its terms; edges whose sum is 0 are left out."""
+    merged = like.new_empty(0), like.new_empty(0)
+    parts: list[tuple[Tensor, Tensor]] = []
+    waiting = 0
+    for key, value in blocks:
+        parts.append(_summed(key, value))
+        del key, value
+        waiting += len(parts[-1][0])
+        if waiting > max(terms_at_once, len(merged[0])):
+            merged = _summed(*_joined([merged, *parts]))
+            parts, waiting = [], 0
+    return _summed(*_joined([merged, *parts])) if parts else merged
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts])
+
+
+def _summed(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    key, order = torch.sort(key)
+    total = value[order].cumsum_(0)  # may wrap around; the differences below do not
+    del order
+    last = torch.ones_like(key, dtype=torch.bool)
+    torch.ne(key[1:], key[:-1], out=last[:-1])
+    key, total = key[last], total[last]
+    total[1:] -= total[:-1].clone()
+    there = total > 0
+    return key[there], total[there]
+
+
+def _segment_max(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Largest of the positive values of each row, 0 where it has none. rows: ascending, [E]."""
+    lengths = torch.searchsorted(rows, torch.arange(count + 1, device=rows.device, dtype=rows.dtype)).diff()
+    return torch.segment_reduce(values, "max", lengths=lengths, initial=0, unsafe=True)

@@ -1,0 +1,28 @@
+"""What an index takes of the device, against the K and V that it is for."""
+
+import pytest
+import torch
+
+from ckv_compile.config import CommunityConfig
+from ckv_compile.index_layout import IndexShape
+from ckv_compile.passes.rewrite_plan import AttentionGeometry
+from ckv_compile.runtime.index import CommunityIndex
+
+TOKENS = 131_072
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"mean_size": 8}, 0.09), ({"mean_size": 16}, 0.05), ({"graph": "attention"}, 0.16)],
+    ids=str,
+)
+def test_an_index_of_a_long_context_takes_a_small_part_of_its_cache(options, most):
+    """Qwen3-8B, bf16, one graph per KV group. With assigned tokens running means in bf16 take half of it."""
+    config = CommunityConfig(**options)
+    geometry = AttentionGeometry(36, 32, 8, 128, torch.bfloat16, torch.device("meta"))
+    shape = IndexShape.for_cache(config, geometry, 1, TOKENS)
+    index = CommunityIndex(shape, config, geometry.dtype, geometry.device)
+    cache = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * TOKENS * geometry.dtype.itemsize
+    parts = sorted(((buffer.nbytes / cache, name) for name, buffer in index.buffers.items()), reverse=True)
+    print(f"{options}: {index.nbytes() / 2**20:.0f} MiB, {index.nbytes() / cache:.4f} of K and V,", parts[:6])
+    assert index.nbytes() / cache < most
