@@ -93,6 +93,8 @@ def _before(softmax: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     if (shifted := _maximum_subtracted(scores)) is not None:
         _only_read_by(scores, reader)
         scores, readers = shifted
+    elif target_name(scores) == "sub":
+        raise RefusedError("eager attention that subtracts something else than each row's maximum from the scores")
     _only_read_by(scores, *readers)
     if target_name(scores) not in ("cat", "concat"):
         return scores, None

@@ -58,6 +58,12 @@ def test_a_window_shows_in_the_mask_when_the_cache_does_not_know_it():
         assert reasons(captured) == [WINDOW, WINDOW]
 
 
+def test_attention_weights_that_the_caller_asks_for_are_refused():
+    model = tiny_model("llama", "eager", num_hidden_layers=1)
+    found = reasons(capture_call(model, **prompt(), use_cache=True, output_attentions=True))
+    assert found == ["the attention weights are returned too (output_attentions)"]
+
+
 def test_softcap_is_reported_for_every_layer():
     found = reasons(capture_call(tiny_model("gemma2", "eager"), **prompt(), use_cache=True))
     assert len(found) == 2
