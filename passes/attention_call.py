@@ -14,6 +14,31 @@ from ckv_compile.passes.kv_sources import RefusedError
 
 
 @dataclass(frozen=True)
+class BlockLists:
+    """The blocks of keys that flex_attention visits; what they leave out is not seen, whatever the mask says.
+
+    kv_num_blocks [batch, 1 or heads, query blocks], kv_indices [batch, 1 or heads, query blocks, key blocks]: graph
+    inputs, int32. In these blocks the mask applies; the ``full`` ones, if there are any, are seen without it.
+    """
+
+    kv_num_blocks: fx.Node
+    kv_indices: fx.Node
+    full_kv_num_blocks: fx.Node | None
+    full_kv_indices: fx.Node | None
+    query_block: int
+    key_block: int
+
+
+@dataclass(frozen=True)
+class FlexMask:
+    """The mask of flex_attention: a graph of one element, called with (batch, head, query, key, *buffers)."""
+
+    graph: fx.Graph
+    buffers: tuple[Any, ...]
+    blocks: BlockLists
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """``softmax(query @ key.T * scale + mask) @ value``, however many nodes it takes.
 
@@ -23,6 +48,7 @@ class AttentionCall:
     mask: bool, true where a key is seen, or floating point and added to the scores.
     scale: of the scores; None is ``head_dim ** -0.5``.
     sink_logits: [num_query_heads], one more logit per head in the softmax, without a value.
+    flex_mask: in place of ``mask``.
 
     What a caller of torch may pass as anything (``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``) is as it stands
     in the graph.
@@ -40,6 +66,7 @@ class AttentionCall:
     scale: Any = None
     enable_gqa: Any = False
     sink_logits: fx.Node | None = None
+    flex_mask: FlexMask | None = None
 
 
 def is_sdpa(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,12 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
+def output_of(graph: fx.Graph) -> Any:
+    """What a graph returns; a node, if that is one value."""
+    value = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
+
+
 def mutated_argument(node: fx.Node) -> fx.Node | None:
     """The tensor that ``node`` writes into, if it writes in place."""
     if node.op not in ("call_function", "call_method"):
@@ -129,9 +135,10 @@ def layer_independent(name: str) -> str:
 class IndexExpressions:
     """Writes tensors of one graph as expressions of their index; a node is written once."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, IndexedTensor] | None = None):
+        """known: inputs of the graph that are something else than tensors to load from."""
         self.loads: dict[str, fx.Node] = {}
-        self._done: dict[fx.Node, IndexedTensor | NotAnExpression] = {}
+        self._done: dict[fx.Node, IndexedTensor | NotAnExpression] = dict(known or {})
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._first_write: dict[fx.Node, int] = {}
         for node, i in self._order.items():
@@ -149,6 +156,10 @@ class IndexExpressions:
         if isinstance(done, NotAnExpression):
             raise done
         return done
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the graph writes into the memory of ``node`` anywhere."""
+        return memory_owner(node) in self._first_write
 
     # ------------------------------------------------------------------ pieces
 

@@ -15,6 +15,7 @@ A floating-point mask is added to the scores. It is judged by the bool mask it i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ import torch
 from torch import fx
 
 from ckv_compile.passes.additive_mask import given_mask, seen_condition
+from ckv_compile.passes.attention_call import FlexMask
+from ckv_compile.passes.flex_attention import mask_element
 from ckv_compile.passes.index_expressions import (
     IndexedTensor,
     IndexExpressions,
@@ -32,6 +35,7 @@ from ckv_compile.passes.index_expressions import (
     broadcast_at,
     is_tensor,
     mutated_argument,
+    scalar,
     shape_of,
 )
 
@@ -48,11 +52,14 @@ class MaskRule:
         may be less, and then keys at ``n`` and after are not seen.
     given: graph input [batch or 1, 1, num_queries, num_keys], bool or additive: the whole mask. Nothing else is known of
         it.
+    offset: graph input, an integer that the query's position counts from; what is said here holds if it is the number of
+        cached tokens.
     """
 
     from_start: bool
     padding: fx.Node | None = None
     given: fx.Node | None = None
+    offset: fx.Node | None = None
 
 
 class UnknownMaskError(Exception):
@@ -97,6 +104,52 @@ def judge_mask(
     element = as_bool(broadcast_at(tensor, (row, _HEAD, i, j)))
     if not allows:
         element = sympy.Not(element)
+    return _judge(expressions, element, (row, i, j), num_queries, num_keys, position, _made_of(mask))
+
+
+def judge_flex_mask(
+    expressions: IndexExpressions,
+    mask: FlexMask,
+    *,
+    num_rows: sympy.Expr,
+    num_queries: sympy.Expr,
+    num_keys: sympy.Expr,
+) -> MaskRule:
+    """The meaning of a mask of flex_attention whose queries are the last tokens; raises as ``judge_mask`` does.
+
+    The position of the first query may be an integer input of the graph, which torch knows nothing about.
+    """
+    row, i, j = _variable(_BATCH, num_rows), _variable(_QUERY, num_queries), _variable(_KEY, num_keys)
+    try:
+        element = as_bool(mask_element(expressions, mask, row, _HEAD, i, j))
+    except NotAnExpression as error:
+        raise UnknownMaskError(
+            f"the mask of flex_attention is not a causal rule and a padding mask ({error.what})"
+        ) from None
+    lengths, offset = num_queries.free_symbols | num_keys.free_symbols, None
+    for buffer in mask.buffers:
+        symbol = None if is_tensor(buffer) else scalar(buffer)
+        if isinstance(symbol, sympy.Symbol) and symbol not in lengths and element.has(symbol):
+            if offset is not None or buffer.op != "placeholder":
+                raise UnknownMaskError("the mask of flex_attention counts from more than one number")
+            offset, element = buffer, element.subs(symbol, num_keys - num_queries)
+    rule = _judge(expressions, element, (row, i, j), num_queries, num_keys, None, "made by create_block_mask")
+    if rule.given is not None:
+        raise UnknownMaskError(f"the mask of flex_attention is a 4-D tensor given by the caller ({rule.given.name})")
+    return dataclasses.replace(rule, offset=offset)
+
+
+def _judge(
+    expressions: IndexExpressions,
+    element: sympy.Basic,
+    index: tuple[sympy.Expr, sympy.Expr, sympy.Expr],
+    num_queries: sympy.Expr,
+    num_keys: sympy.Expr,
+    position: IndexedTensor | None,
+    made_of: str,
+) -> MaskRule:
+    """The meaning of the condition under which query ``i`` of ``row`` sees key ``j``; ``index`` is (row, i, j)."""
+    row, i, j = index
     own = broadcast_at(position, (i,)) if position is not None else i + num_keys - num_queries
     conditions = [_Condition(atom) for atom in sympy.And.make_args(element) if atom != sympy.true]
 
@@ -125,7 +178,7 @@ def judge_mask(
     for condition in others:
         # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
         if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
-            raise UnknownMaskError(_explain(condition, own, i, j, mask, causal or from_start or num_queries == 1))
+            raise UnknownMaskError(_explain(condition, own, i, j, made_of, causal or from_start or num_queries == 1))
     if whole is not None:
         return MaskRule(from_start=False, given=expressions.loads[whole])
     # One query at the end of its own sequence sees every key there is; a static cache has room after that.
@@ -208,7 +261,7 @@ class _Condition:
         return bool(sympy.expand(least).is_nonnegative)
 
 
-def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, mask: fx.Node, causal: bool) -> str:
+def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, made_of: str, causal: bool) -> str:
     """What a condition is that is neither causal nor padding."""
     atom, difference = condition.atom, condition.difference
     if difference is not None:
@@ -230,8 +283,8 @@ def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Exp
     if isinstance(atom, sympy.Eq) and loads:
         return f"the mask compares tokens by {', '.join(loads)} (packed sequences, blocks or token types)"
     if isinstance(atom, sympy.Or):
-        return f"the mask allows more than the causal rule ({_made_of(mask)})"
-    return f"the mask is not a causal rule and a padding mask ({_made_of(mask)})"
+        return f"the mask allows more than the causal rule ({made_of})"
+    return f"the mask is not a causal rule and a padding mask ({made_of})"
 
 
 def _made_of(mask: fx.Node) -> str:

@@ -7,6 +7,7 @@ A site is claimed only if its meaning follows from the graph: a wrong match is a
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ import sympy
 import torch
 from torch import fx
 
-from ckv_compile.passes.attention_call import AttentionCall, dtype_of, is_sdpa, sdpa_call
+from ckv_compile.passes.attention_call import AttentionCall, BlockLists, dtype_of, is_sdpa, sdpa_call
 from ckv_compile.passes.eager_attention import eager_call, is_eager_attention
+from ckv_compile.passes.flex_attention import flex_call, is_flex_attention
 from ckv_compile.passes.index_expressions import (
     IndexedTensor,
     IndexExpressions,
@@ -27,7 +29,7 @@ from ckv_compile.passes.index_expressions import (
     size_expr,
 )
 from ckv_compile.passes.kv_sources import Cache, KVSource, KVSources, RefusedError, check_pair, peel_repeat_kv
-from ckv_compile.passes.mask_analysis import MaskRule, UnknownMaskError, judge_mask
+from ckv_compile.passes.mask_analysis import MaskRule, UnknownMaskError, judge_flex_mask, judge_mask
 from ckv_compile.passes.other_attention import describe_other_attention, nested_attention
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,8 +45,8 @@ class AttentionSite:
     ``position[i]`` (STATIC) or ``length of past_key + i`` (DYNAMIC). Query head ``h`` reads KV head
     ``h // (num_query_heads // num_kv_heads)``.
 
-    node: the SDPA call, or the last product of eager attention; its output is what users of the node (a view, a
-        transpose) see, and they stay.
+    node: the SDPA call, the last product of eager attention or the first output of flex_attention; its value is what
+        users of the node (a view, a transpose) see, and they stay.
     index: order among all attention of the graph, refused ones included.
     name: path of the module, "model.layers.3.self_attn".
     key_new, value_new: keys and values of this call, [batch, num_kv_heads, num_queries, head_dim].
@@ -60,6 +62,8 @@ class AttentionSite:
     mask: graph input [batch or 1, 1, num_queries, length of the buffer], bool or additive, in place of a mask computed
         in the graph (STATIC only: ``generate`` makes it beforehand). Until its contents are checked at run time nothing
         is known of what queries see.
+    blocks: what flex_attention visits. Until these lists are checked at run time nothing is known of what queries see.
+    offset: DYNAMIC: an integer input that must be the length of ``past_key`` at run time, for the same reason.
     sink_logits: floating point [num_query_heads], in the softmax of every query beside its keys, without a value.
     starts_empty: no key precedes this call's. For STATIC with ``is_causal=True`` this is transformers' own shortcut:
         its masking takes it only if the cache holds no token, and then drops the mask.
@@ -83,6 +87,8 @@ class AttentionSite:
     position: fx.Node | None
     padding: fx.Node | None
     mask: fx.Node | None
+    blocks: BlockLists | None
+    offset: fx.Node | None
     sink_logits: fx.Node | None
     starts_empty: bool
     is_decode: bool
@@ -124,6 +130,8 @@ def _attention(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Callable[[fx.Node]
             yield node, sdpa_call
         elif is_eager_attention(node):
             yield node, eager_call
+        elif is_flex_attention(node):
+            yield node, functools.partial(flex_call, gm)
         elif (reason := describe_other_attention(node)) is not None:
             yield node, _refuse(reason)
         for reason in nested_attention(gm, node):
@@ -207,6 +215,8 @@ class _Finder:
             position=source.position,
             padding=rule.padding,
             mask=rule.given,
+            blocks=None if call.flex_mask is None else call.flex_mask.blocks,
+            offset=rule.offset,
             sink_logits=call.sink_logits,
             starts_empty=starts_empty,
             is_decode=num_queries == 1 and not starts_empty,
@@ -222,6 +232,8 @@ class _Finder:
     # ------------------------------------------------------------------ which keys a query sees
 
     def _rule(self, call: AttentionCall, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr) -> MaskRule:
+        if call.flex_mask is not None:
+            return self._rule_of_flex_mask(call, source, num_queries, num_keys)
         if call.mask is not None:
             if call.is_causal:
                 raise RefusedError("both a mask and is_causal=True are given")
@@ -280,6 +292,29 @@ class _Finder:
             and position.at((sympy.S.Zero,)) != 0
         ):
             raise RefusedError("the mask counts from the first key, but this call's keys are written elsewhere")
+        return rule
+
+    def _rule_of_flex_mask(
+        self, call: AttentionCall, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr
+    ) -> MaskRule:
+        if source.cache is Cache.STATIC:
+            raise RefusedError(
+                "flex_attention over a static cache, whose mask reads a counter that the call itself advances"
+            )
+        try:
+            rule = judge_flex_mask(
+                self.expressions,
+                call.flex_mask,
+                num_rows=shape_of(call.query)[0],
+                num_queries=num_queries,
+                num_keys=num_keys,
+            )
+        except UnknownMaskError as error:
+            raise RefusedError(str(error)) from None
+        if rule.from_start and source.cache is Cache.DYNAMIC:
+            raise RefusedError("not causal: query i sees keys 0..i of a cache that already holds earlier tokens")
+        if rule.offset is not None and source.cache is not Cache.DYNAMIC:
+            raise RefusedError(f"the mask of flex_attention counts from {rule.offset.name} although nothing is cached")
         return rule
 
     def _position(self, source: KVSource, num_queries: sympy.Expr) -> IndexedTensor:

@@ -9,6 +9,7 @@ from torch import fx
 
 from ckv_compile.passes.attention_call import is_sdpa
 from ckv_compile.passes.eager_attention import is_eager_attention
+from ckv_compile.passes.flex_attention import is_flex_attention
 from ckv_compile.passes.index_expressions import target_name
 
 
@@ -17,12 +18,11 @@ def describe_other_attention(node: fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = target_name(node)
-    if node.op == "call_function" and not is_sdpa(node):
+    if node.op == "call_function" and not is_sdpa(node) and not is_flex_attention(node):
         full = (
             str(node.target) if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) else name
         )
         for part, what in (
-            ("flex_attention", "flex_attention"),
             ("scaled_dot_product", "a backend-specific scaled_dot_product_attention"),
             ("flash_attn", "a FlashAttention kernel"),
             ("flash_attention", "a FlashAttention kernel"),
@@ -36,7 +36,7 @@ def describe_other_attention(node: fx.Node) -> str | None:
 
 def nested_attention(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
     """One reason per attention inside the graphs that ``node`` calls (checkpointing, conditions)."""
-    if node.op != "call_function" or target_name(node) in ("flex_attention",):
+    if node.op != "call_function" or is_flex_attention(node):
         return
     for argument in node.all_input_nodes:
         if argument.op != "get_attr":
@@ -46,6 +46,7 @@ def nested_attention(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
             nested = getattr(nested, part, None)
         if isinstance(nested, fx.GraphModule):
             for inner in nested.graph.nodes:
-                if is_sdpa(inner) or is_eager_attention(inner) or describe_other_attention(inner) is not None:
+                forms = (is_sdpa, is_eager_attention, is_flex_attention, describe_other_attention)
+                if any(form(inner) for form in forms):
                     yield f"attention inside a nested graph ({target_name(node)}: checkpointing or a condition)"
                 yield from nested_attention(nested, inner)
