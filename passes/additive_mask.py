@@ -52,6 +52,8 @@ def _unconverted(mask: fx.Node) -> fx.Node:
 def _kind(value: object, dtype: torch.dtype) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "zero" if value == 0 else "least" if value <= torch.finfo(dtype).min else None
-    if not is_tensor(value) or _is_written(value):
+    if not is_tensor(value) or value.op not in ("call_function", "call_method") or _is_written(value):
         return None
+    if target_name(value) == "tensor" and len(value.args) == 1 and isinstance(value.args[0], int | float):
+        return _kind(value.args[0], dtype_of(value))
     return "zero" if target_name(value) in ("zeros", "new_zeros", "zeros_like") else None

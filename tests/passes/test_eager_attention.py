@@ -96,6 +96,8 @@ SAME = {
     "number first": (Plain, {"scale": lambda self, scores: 0.25 * scores}),
     "where the other way round": (
         Plain, {"mask": lambda self, allowed, dtype: torch.where(~allowed, LEAST, torch.zeros((), dtype=dtype))}),
+    "a tensor of one number": (
+        Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, torch.tensor(0.0), torch.tensor(LEAST))}),
     "minus infinity": (Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, 0.0, -torch.inf)}),
     "operator": (Plain, {"product": lambda self, query, key: query @ key.transpose(-1, -2)}),
     "softmax in its own dtype": (Plain, {"weights": lambda self, scores, sinks: scores.softmax(-1)}),
@@ -143,6 +145,9 @@ NEAR_MISSES = {
         Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, 0.0, -10.0)}, "zero or the least number"),
     "a bias where keys are seen": (
         Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, 1.0, LEAST)}, "zero or the least number"),
+    "a tensor of another number": (
+        Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, torch.tensor(1.0), LEAST)},
+        "zero or the least number"),
     "zeros that are written": (
         Plain, {"mask": lambda self, allowed, dtype: torch.where(allowed, torch.zeros(()).add_(1), LEAST)},
         "zero or the least number"),
