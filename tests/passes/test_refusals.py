@@ -59,8 +59,12 @@ def test_a_window_shows_in_the_mask_when_the_cache_does_not_know_it():
 
 
 def test_attention_weights_that_the_caller_asks_for_are_refused():
-    model = tiny_model("llama", "eager", num_hidden_layers=1)
-    found = reasons(capture_call(model, **prompt(), use_cache=True, output_attentions=True))
+    torch._dynamo.reset()
+    backend = CaptureGraphs()
+    with torch.no_grad():
+        compiled = torch.compile(tiny_model("llama", "eager", num_hidden_layers=1), backend=backend)
+        compiled(**prompt(), use_cache=True, output_attentions=True)
+    found = [reason for captured in backend.graphs for reason in reasons(captured)]
     assert found == ["the attention weights are returned too (output_attentions)"]
 
 
