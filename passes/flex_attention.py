@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from ckv_compile.passes.attention_call import AttentionCall, BlockLists, FlexMask
-from ckv_compile.passes.graph_edit import has_effect, placeholders
-from ckv_compile.passes.index_expressions import IndexedTensor, IndexExpressions, is_tensor, output_of, target_name
+from ckv_compile.passes.graph_edit import has_effect, output_node, placeholders
+from ckv_compile.passes.index_expressions import IndexedTensor, IndexExpressions, is_tensor, target_name
 from ckv_compile.passes.kv_sources import RefusedError
 
 _SCALARS = 4  # of a mask: batch, head, query, key
@@ -28,7 +28,7 @@ def flex_call(gm: fx.GraphModule, node: fx.Node) -> AttentionCall:
         raise RefusedError("flex_attention has arguments that are not known here")
     query, key, value, score_mod, block_mask, scale, _, _, buffers = node.args
     scores = _graph_of(gm, score_mod)
-    if output_of(scores) is not next(iter(scores.nodes)):
+    if _output_of(scores) is not next(iter(scores.nodes)):
         changes = {target_name(inner) for inner in scores.nodes}
         what = "logit softcapping (tanh of the scores)" if "tanh" in changes else "scores changed by a score_mod"
         raise RefusedError(f"flex_attention with {what}, which the operators do not compute")
@@ -59,6 +59,12 @@ def _graph_of(gm: fx.GraphModule, attribute: object) -> fx.Graph:
     return module.graph
 
 
+def _output_of(graph: fx.Graph) -> object:
+    """What a graph returns; a node, if that is one value."""
+    value = output_node(graph).args[0]
+    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
+
+
 def _is_used(node: fx.Node) -> bool:
     """Whether the outer graph needs a node: dynamo leaves unused outputs and what was made of them where they are."""
     return has_effect(node) or any(user.op == "output" or _is_used(user) for user in node.users)
@@ -82,7 +88,7 @@ def mask_element(
 
     Raises NotAnExpression for masks that have none and RefusedError for ones that read what the outer graph writes.
     """
-    inner, output = placeholders(mask.graph), output_of(mask.graph)
+    inner, output = placeholders(mask.graph), _output_of(mask.graph)
     if len(inner) != _SCALARS + len(mask.buffers) or not isinstance(output, fx.Node):
         raise RefusedError("flex_attention has a mask of a form that is not known here")
     known = {node: _scalar(symbol) for node, symbol in zip(inner[:_SCALARS], (row, head, i, j), strict=True)}

@@ -88,12 +88,6 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-def output_of(graph: fx.Graph) -> Any:
-    """What a graph returns; a node, if that is one value."""
-    value = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
-    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
-
-
 def mutated_argument(node: fx.Node) -> fx.Node | None:
     """The tensor that ``node`` writes into, if it writes in place."""
     if node.op not in ("call_function", "call_method"):
