@@ -234,7 +234,8 @@ FULL_ATTENTION_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 def tiny_config(family: str, **changes):
     """A transformers config of 2 layers, hidden size 64, 4 query and 2 KV heads, head_dim 16, 128 tokens.
 
-    ``mistral_window`` and ``gemma3`` have a sliding window of 8 tokens, in all layers and in the first.
+    ``mistral_window`` has a sliding window of 8 tokens in all layers, Gemma and ``gpt_oss`` have it in the first,
+    ``gpt_oss_full`` in none.
     """
     import transformers
 
@@ -244,6 +245,11 @@ def tiny_config(family: str, **changes):
         "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.3,
     }  # fmt: skip
     mixed = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    llama3 = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
     name, own = {
         "llama": ("LlamaConfig", {}),
         "qwen2": ("Qwen2Config", {}),
@@ -253,10 +259,19 @@ def tiny_config(family: str, **changes):
         "phi3": ("Phi3Config", {}),
         "gemma2": ("Gemma2Config", {**mixed, "query_pre_attn_scalar": 16}),
         "gemma3": ("Gemma3TextConfig", {**mixed, "query_pre_attn_scalar": 16}),
-        "gpt_oss": ("GptOssConfig", {**mixed, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "gpt_oss": ("GptOssConfig", {**mixed, **experts}),
+        "gpt_oss_full": ("GptOssConfig", {**experts, "layer_types": ["full_attention"] * 2}),
+        "llama3_rope": ("LlamaConfig", {"rope_parameters": llama3}),
+        "qwen3_moe": (
+            "Qwen3MoeConfig",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ),
+        "olmo2": ("Olmo2Config", {}),
+        "granite": ("GraniteConfig", {"attention_multiplier": 0.125}),
+        "cohere": ("CohereConfig", {}),
     }[family]
     size = {**size, **own, **changes}
-    if family in ("qwen2", "phi3"):
+    if family in ("qwen2", "phi3", "olmo2", "granite", "cohere"):
         del size["head_dim"]
     return getattr(transformers, name)(**size)
 
@@ -269,6 +284,9 @@ def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **chang
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -339,7 +357,12 @@ def capture_call(function, *args: object, dynamic: bool | None = None, **kwargs:
 
 @functools.cache
 def captured_turns(
-    family: str, cache: str, padded: bool, lengths: tuple[int, ...] = (40, 1, 5), **sizes: int
+    family: str,
+    cache: str,
+    padded: bool,
+    lengths: tuple[int, ...] = (40, 1, 5),
+    implementation: str = "sdpa",
+    **sizes: int,
 ) -> tuple[Captured, ...]:
     """One graph per call of a loop on one cache, without position_ids; K and V are dynamic in length after the first.
 
@@ -348,7 +371,7 @@ def captured_turns(
     import transformers
 
     torch._dynamo.reset()
-    model, backend = tiny_model(family, **sizes), CaptureGraphs()
+    model, backend = tiny_model(family, implementation, **sizes), CaptureGraphs()
     model.compile(backend=backend)
     if cache == "dynamic":
         state = transformers.DynamicCache(config=model.config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +129,10 @@ def layer_independent(name: str) -> str:
 class IndexExpressions:
     """Writes tensors of one graph as expressions of their index; a node is written once."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, IndexedTensor] | None = None):
+        """known: inputs of the graph that are something else than tensors to load from."""
         self.loads: dict[str, fx.Node] = {}
-        self._done: dict[fx.Node, IndexedTensor | NotAnExpression] = {}
+        self._done: dict[fx.Node, IndexedTensor | NotAnExpression] = dict(known or {})
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._first_write: dict[fx.Node, int] = {}
         for node, i in self._order.items():
@@ -149,6 +150,10 @@ class IndexExpressions:
         if isinstance(done, NotAnExpression):
             raise done
         return done
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the graph writes into the memory of ``node`` anywhere."""
+        return memory_owner(node) in self._first_write
 
     # ------------------------------------------------------------------ pieces
 

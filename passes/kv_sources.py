@@ -62,7 +62,7 @@ class KVSources:
         if (whole := _leading_positions(read)) is not None:
             base, start_of = peel_harmless(whole), shape_of(read)[2]
         base = _written_buffer(base)
-        if start_of is None and base.op == "call_function" and target_name(base) in ("cat", "concat", "concatenate"):
+        if start_of is None and _is_concatenation(base):
             return self._concatenated(base, attention)
         if self._writes(base):
             return self._static(base, start_of, attention)
@@ -72,7 +72,7 @@ class KVSources:
 
     def _concatenated(self, cat: fx.Node, attention: fx.Node) -> KVSource:
         tensors = cat.args[0] if cat.args else cat.kwargs.get("tensors")
-        dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", cat.kwargs.get("axis", 0))
+        dim = _concatenated_dim(cat)
         if dim not in (-2, 2):
             raise RefusedError(f"K or V is concatenated along dimension {dim}, not along the tokens")
         if len(tensors) != 2:
@@ -266,6 +266,19 @@ def _leading_positions(node: fx.Node) -> fx.Node | None:
     from_start = tokens.start in (None, 0) and tokens.step in (None, 1)
     known = isinstance(tokens.stop, fx.Node) or (isinstance(tokens.stop, int) and tokens.stop > 0)
     return node.args[0] if from_start and known else None
+
+
+def _is_concatenation(node: fx.Node) -> bool:
+    """Along anything but the last dimension: there a rotary embedding joins the halves of a head."""
+    return (
+        node.op == "call_function"
+        and target_name(node) in ("cat", "concat", "concatenate")
+        and _concatenated_dim(node) not in (-1, 3)
+    )
+
+
+def _concatenated_dim(cat: fx.Node) -> object:
+    return cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", cat.kwargs.get("axis", 0))
 
 
 def _written_buffer(node: fx.Node) -> fx.Node:

@@ -9,10 +9,13 @@ counting operations. It is understood only if it is a conjunction of
 
 One more form is understood as far as it can be: the mask as a whole is a graph input, as ``generate`` makes it for
 static caches before it calls the model. ``MaskRule.given`` names the input; whoever runs the graph checks its contents.
+
+A floating-point mask is added to the scores. It is judged by the bool mask it is made from (``additive_mask``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,14 +23,19 @@ import sympy
 import torch
 from torch import fx
 
+from ckv_compile.passes.additive_mask import given_mask, seen_condition
+from ckv_compile.passes.attention_call import FlexMask
+from ckv_compile.passes.flex_attention import mask_element
 from ckv_compile.passes.index_expressions import (
     IndexedTensor,
     IndexExpressions,
     Load,
     NotAnExpression,
+    as_bool,
     broadcast_at,
     is_tensor,
     mutated_argument,
+    scalar,
     shape_of,
 )
 
@@ -42,12 +50,16 @@ class MaskRule:
         ``num_keys - num_queries + i``, or the position at which the query's own key is written into a static cache.
     padding: graph input [batch, n], nonzero where a key may be seen. ``n`` is the number of keys; for a static cache it
         may be less, and then keys at ``n`` and after are not seen.
-    given: graph input, bool [batch or 1, 1, num_queries, num_keys]: the whole mask. Nothing else is known of it.
+    given: graph input [batch or 1, 1, num_queries, num_keys], bool or additive: the whole mask. Nothing else is known of
+        it.
+    offset: graph input, an integer that the query's position counts from; what is said here holds if it is the number of
+        cached tokens.
     """
 
     from_start: bool
     padding: fx.Node | None = None
     given: fx.Node | None = None
+    offset: fx.Node | None = None
 
 
 class UnknownMaskError(Exception):
@@ -67,14 +79,19 @@ def judge_mask(
 
     position: where the queries' own keys are written in a static cache, [num_queries]; None if they are the last keys.
     """
-    value = mask.meta["example_value"]
-    if value.dtype.is_floating_point:
-        raise UnknownMaskError(
-            f"the mask is an additive {str(value.dtype).removeprefix('torch.')} mask ({_made_of(mask)})"
-        )
-    shape = shape_of(mask)
+    value, shape, allows = mask.meta["example_value"], shape_of(mask), True
     if len(shape) > 4 or not shape or (shape[-1] != num_keys):
         raise UnknownMaskError(f"the mask of shape {tuple(value.shape)} does not have one entry per key")
+    if value.dtype.is_floating_point:
+        is_whole = shape[0] in (num_rows, 1) and shape[1:] == (1, num_queries, num_keys)
+        if is_whole and (given := given_mask(mask)) is not None:
+            return MaskRule(from_start=False, given=given)
+        if (made_from := seen_condition(mask)) is None:
+            raise UnknownMaskError(
+                f"the mask is an additive {str(value.dtype).removeprefix('torch.')} mask whose entries are not known to "
+                f"be zero or the least number of their type ({_made_of(mask)})"
+            )
+        mask, allows = made_from
     try:
         tensor = expressions.of(mask)
     except NotAnExpression as error:
@@ -84,11 +101,59 @@ def judge_mask(
         ) from None
 
     row, i, j = _variable(_BATCH, num_rows), _variable(_QUERY, num_queries), _variable(_KEY, num_keys)
-    element = broadcast_at(tensor, (row, _HEAD, i, j))
+    element = as_bool(broadcast_at(tensor, (row, _HEAD, i, j)))
+    if not allows:
+        element = sympy.Not(element)
+    return _judge(expressions, element, (row, i, j), num_queries, num_keys, position, _made_of(mask))
+
+
+def judge_flex_mask(
+    expressions: IndexExpressions,
+    mask: FlexMask,
+    *,
+    num_rows: sympy.Expr,
+    num_queries: sympy.Expr,
+    num_keys: sympy.Expr,
+) -> MaskRule:
+    """The meaning of a mask of flex_attention whose queries are the last tokens; raises as ``judge_mask`` does.
+
+    The position of the first query may be an integer input of the graph, which torch knows nothing about.
+    """
+    row, i, j = _variable(_BATCH, num_rows), _variable(_QUERY, num_queries), _variable(_KEY, num_keys)
+    try:
+        element = as_bool(mask_element(expressions, mask, row, _HEAD, i, j))
+    except NotAnExpression as error:
+        raise UnknownMaskError(
+            f"the mask of flex_attention is not a causal rule and a padding mask ({error.what})"
+        ) from None
+    lengths, offset = num_queries.free_symbols | num_keys.free_symbols, None
+    for buffer in mask.buffers:
+        symbol = None if is_tensor(buffer) else scalar(buffer)
+        if isinstance(symbol, sympy.Symbol) and symbol not in lengths and element.has(symbol):
+            if offset is not None or buffer.op != "placeholder":
+                raise UnknownMaskError("the mask of flex_attention counts from more than one number")
+            offset, element = buffer, element.subs(symbol, num_keys - num_queries)
+    rule = _judge(expressions, element, (row, i, j), num_queries, num_keys, None, "made by create_block_mask")
+    if rule.given is not None:
+        raise UnknownMaskError(f"the mask of flex_attention is a 4-D tensor given by the caller ({rule.given.name})")
+    return dataclasses.replace(rule, offset=offset)
+
+
+def _judge(
+    expressions: IndexExpressions,
+    element: sympy.Basic,
+    index: tuple[sympy.Expr, sympy.Expr, sympy.Expr],
+    num_queries: sympy.Expr,
+    num_keys: sympy.Expr,
+    position: IndexedTensor | None,
+    made_of: str,
+) -> MaskRule:
+    """The meaning of the condition under which query ``i`` of ``row`` sees key ``j``; ``index`` is (row, i, j)."""
+    row, i, j = index
     own = broadcast_at(position, (i,)) if position is not None else i + num_keys - num_queries
     conditions = [_Condition(atom) for atom in sympy.And.make_args(element) if atom != sympy.true]
 
-    causal, from_start, padding, given, others = False, False, None, None, []
+    causal, from_start, padding, whole, others = False, False, None, None, []
     for condition in conditions:
         load = condition.loaded
         if condition.is_at_least_zero(own - j):
@@ -106,16 +171,16 @@ def judge_mask(
             and len(conditions) == 1
             and _is_input(expressions, load, torch.bool)
         ):
-            given = load.tensor_name
+            whole = load.tensor_name
         elif not condition.always_holds(i, num_queries, j, num_keys):
             others.append(condition)
     padding = None if padding is None else expressions.loads[padding]
     for condition in others:
         # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
         if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
-            raise UnknownMaskError(_explain(condition, own, i, j, mask, causal or from_start or num_queries == 1))
-    if given is not None:
-        return MaskRule(from_start=False, given=expressions.loads[given])
+            raise UnknownMaskError(_explain(condition, own, i, j, made_of, causal or from_start or num_queries == 1))
+    if whole is not None:
+        return MaskRule(from_start=False, given=expressions.loads[whole])
     # One query at the end of its own sequence sees every key there is; a static cache has room after that.
     sees_all = position is None and num_queries == 1
     if not causal and not from_start and not sees_all:
@@ -196,7 +261,7 @@ class _Condition:
         return bool(sympy.expand(least).is_nonnegative)
 
 
-def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, mask: fx.Node, causal: bool) -> str:
+def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, made_of: str, causal: bool) -> str:
     """What a condition is that is neither causal nor padding."""
     atom, difference = condition.atom, condition.difference
     if difference is not None:
@@ -218,8 +283,8 @@ def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Exp
     if isinstance(atom, sympy.Eq) and loads:
         return f"the mask compares tokens by {', '.join(loads)} (packed sequences, blocks or token types)"
     if isinstance(atom, sympy.Or):
-        return f"the mask allows more than the causal rule ({_made_of(mask)})"
-    return f"the mask is not a causal rule and a padding mask ({_made_of(mask)})"
+        return f"the mask allows more than the causal rule ({made_of})"
+    return f"the mask is not a causal rule and a padding mask ({made_of})"
 
 
 def _made_of(mask: fx.Node) -> str:

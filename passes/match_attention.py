@@ -1,31 +1,35 @@
 """Finds the attention of a graph: what each one computes if it can be rewritten, or why it is left alone.
 
-Works on dynamo's graph before AOTAutograd, where scaled_dot_product_attention is one node. ``find_sites`` only reads.
+Works on dynamo's graph before AOTAutograd, where scaled_dot_product_attention is one node and attention that a model
+writes out is as it was written (``eager_attention``). ``find_sites`` only reads.
 A site is claimed only if its meaning follows from the graph: a wrong match is a wrong token, a missed one costs time.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import sympy
 import torch
-import torch.nn.functional as F
 from torch import fx
 
+from ckv_compile.passes.attention_call import AttentionCall, BlockLists, dtype_of, is_sdpa, sdpa_call
+from ckv_compile.passes.eager_attention import eager_call, is_eager_attention
+from ckv_compile.passes.flex_attention import flex_call, is_flex_attention
 from ckv_compile.passes.index_expressions import (
     IndexedTensor,
     IndexExpressions,
     Load,
     NotAnExpression,
-    is_tensor,
+    shape_of,
     size_expr,
 )
 from ckv_compile.passes.kv_sources import Cache, KVSource, KVSources, RefusedError, check_pair, peel_repeat_kv
-from ckv_compile.passes.mask_analysis import MaskRule, UnknownMaskError, attention_mask, judge_mask
+from ckv_compile.passes.mask_analysis import MaskRule, UnknownMaskError, judge_flex_mask, judge_mask
 from ckv_compile.passes.other_attention import describe_other_attention, nested_attention
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +45,8 @@ class AttentionSite:
     ``position[i]`` (STATIC) or ``length of past_key + i`` (DYNAMIC). Query head ``h`` reads KV head
     ``h // (num_query_heads // num_kv_heads)``.
 
-    node: the SDPA call; its output is what users of the node (a view, a transpose) see, and they stay.
+    node: the SDPA call, the last product of eager attention or the first output of flex_attention; its value is what
+        users of the node (a view, a transpose) see, and they stay.
     index: order among all attention of the graph, refused ones included.
     name: path of the module, "model.layers.3.self_attn".
     key_new, value_new: keys and values of this call, [batch, num_kv_heads, num_queries, head_dim].
@@ -54,9 +59,12 @@ class AttentionSite:
     position: STATIC: their index, int64 [num_queries], consecutive.
     padding: graph input [batch, n], nonzero where a key may be seen, contents unknown until run time. STATIC: keys at
         ``n`` and after are not seen.
-    mask: graph input, bool [batch or 1, 1, num_queries, length of the buffer], in place of a mask computed in the graph
-        (STATIC only: ``generate`` makes it beforehand). Until its contents are checked at run time nothing is known of
-        what queries see.
+    mask: graph input [batch or 1, 1, num_queries, length of the buffer], bool or additive, in place of a mask computed
+        in the graph (STATIC only: ``generate`` makes it beforehand). Until its contents are checked at run time nothing
+        is known of what queries see.
+    blocks: what flex_attention visits. Until these lists are checked at run time nothing is known of what queries see.
+    offset: DYNAMIC: an integer input that must be the length of ``past_key`` at run time, for the same reason.
+    sink_logits: floating point [num_query_heads], in the softmax of every query beside its keys, without a value.
     starts_empty: no key precedes this call's. For STATIC with ``is_causal=True`` this is transformers' own shortcut:
         its masking takes it only if the cache holds no token, and then drops the mask.
     is_decode: one query, and keys precede it.
@@ -79,6 +87,8 @@ class AttentionSite:
     position: fx.Node | None
     padding: fx.Node | None
     mask: fx.Node | None
+    blocks: BlockLists | None
+    offset: fx.Node | None
     sink_logits: fx.Node | None
     starts_empty: bool
     is_decode: bool
@@ -104,26 +114,35 @@ def find_sites(gm: fx.GraphModule) -> tuple[list[AttentionSite], list[Refusal]]:
     """Every attention of the graph, each in exactly one of the lists, both in graph order."""
     sites, refusals = [], []
     finder = _Finder(gm.graph)
-    for index, (node, reason) in enumerate(_attention(gm)):
+    for index, (node, read) in enumerate(_attention(gm)):
         name = module_path(node) or f"attention {index}"
         try:
-            if reason is not None:
-                raise RefusedError(reason)
-            sites.append(finder.examine(node, index, name))
+            sites.append(finder.examine(read(node), index, name))
         except RefusedError as refused:
             refusals.append(Refusal(name, index, str(refused)))
     return _unshared(sites, refusals)
 
 
-def _attention(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str | None]]:
-    """All attention in graph order; a reason if it is not an SDPA call of this very graph."""
+def _attention(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Callable[[fx.Node], AttentionCall]]]:
+    """All attention in graph order, each with what reads it; that raises RefusedError for forms that are not known."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            yield node, None
+        if is_sdpa(node):
+            yield node, sdpa_call
+        elif is_eager_attention(node):
+            yield node, eager_call
+        elif is_flex_attention(node):
+            yield node, functools.partial(flex_call, gm)
         elif (reason := describe_other_attention(node)) is not None:
-            yield node, reason
+            yield node, _refuse(reason)
         for reason in nested_attention(gm, node):
-            yield node, reason
+            yield node, _refuse(reason)
+
+
+def _refuse(reason: str) -> Callable[[fx.Node], AttentionCall]:
+    def read(node: fx.Node) -> AttentionCall:
+        raise RefusedError(reason)
+
+    return read
 
 
 def _unshared(sites: list[AttentionSite], refusals: list[Refusal]) -> tuple[list[AttentionSite], list[Refusal]]:
@@ -161,31 +180,29 @@ class _Finder:
         self.sources = KVSources(graph)
         self.rules: dict[tuple, MaskRule | str] = {}
 
-    def examine(self, node: fx.Node, index: int, name: str) -> AttentionSite:
-        call = _sdpa_arguments(node)
-        query, key, value = (call[k] for k in ("query", "key", "value"))
+    def examine(self, call: AttentionCall, index: int, name: str) -> AttentionSite:
         num_keys = _check_operands(call)
-        mask = attention_mask(node)
 
-        key_read, key_repeats = peel_repeat_kv(key)
-        value_read, value_repeats = peel_repeat_kv(value)
-        key_source, value_source = self.sources.of(key_read, node), self.sources.of(value_read, node)
-        check_pair(key_source, value_source, query)
+        key_read, key_repeats = peel_repeat_kv(call.key)
+        value_read, value_repeats = peel_repeat_kv(call.value)
+        key_source = self.sources.of(key_read, call.key_reader)
+        value_source = self.sources.of(value_read, call.value_reader)
+        check_pair(key_source, value_source, call.query)
         source = key_source
-        num_queries = size_expr(query.meta["example_value"].shape[2])
+        num_queries = size_expr(call.query.meta["example_value"].shape[2])
         heads = _heads(call, key_source.new, value_source.new, key_repeats, value_repeats)
 
-        rule = self._rule(call, mask, source, num_queries, num_keys)
+        rule = self._rule(call, source, num_queries, num_keys)
         if source.num_read is not None and not (rule.from_start and source.num_read == num_queries):
             raise RefusedError("only a part of the static cache is read")
         starts_empty = source.cache in (Cache.NONE, Cache.EMPTY) or rule.from_start or source.made_here
 
-        example = query.meta["example_value"]
+        example = call.query.meta["example_value"]
         return AttentionSite(
-            node=node,
+            node=call.node,
             index=index,
             name=name,
-            query=query,
+            query=call.query,
             key_new=source.new,
             value_new=value_source.new,
             cache=source.cache,
@@ -198,10 +215,12 @@ class _Finder:
             position=source.position,
             padding=rule.padding,
             mask=rule.given,
-            sink_logits=None,
+            blocks=None if call.flex_mask is None else call.flex_mask.blocks,
+            offset=rule.offset,
+            sink_logits=call.sink_logits,
             starts_empty=starts_empty,
             is_decode=num_queries == 1 and not starts_empty,
-            scale=float(call["scale"]) if call["scale"] is not None else 1.0 / math.sqrt(heads[2]),
+            scale=float(call.scale) if call.scale is not None else 1.0 / math.sqrt(heads[2]),
             batch=example.shape[0],
             num_query_heads=heads[0],
             num_kv_heads=heads[1],
@@ -212,15 +231,14 @@ class _Finder:
 
     # ------------------------------------------------------------------ which keys a query sees
 
-    def _rule(
-        self, call: dict, mask: fx.Node | None, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr
-    ) -> MaskRule:
-        query = call["query"].meta["example_value"]
-        if mask is not None:
-            if call["is_causal"]:
+    def _rule(self, call: AttentionCall, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr) -> MaskRule:
+        if call.flex_mask is not None:
+            return self._rule_of_flex_mask(call, source, num_queries, num_keys)
+        if call.mask is not None:
+            if call.is_causal:
                 raise RefusedError("both a mask and is_causal=True are given")
-            return self._rule_of_mask(mask, source, size_expr(query.shape[0]), num_queries, num_keys)
-        if call["is_causal"]:
+            return self._rule_of_mask(call.mask, source, shape_of(call.query)[0], num_queries, num_keys)
+        if call.is_causal:
             # torch aligns this to the first key: query i sees keys 0..i, however many keys there are.
             if source.cache is Cache.STATIC:
                 start = self._position(source, num_queries).at((sympy.S.Zero,))
@@ -263,7 +281,8 @@ class _Finder:
         if rule.given is not None and "sliding" in rule.given.name:
             raise RefusedError(f"sliding window attention (the mask is {rule.given.name})")
         if rule.given is not None and source.cache is not Cache.STATIC:
-            raise RefusedError(f"the mask is a 4-D tensor given by the caller ({rule.given.name})")
+            kind = "an additive" if dtype_of(rule.given).is_floating_point else "a"
+            raise RefusedError(f"the mask is {kind} 4-D tensor given by the caller ({rule.given.name})")
         if rule.from_start and source.cache is Cache.DYNAMIC:
             raise RefusedError("not causal: query i sees keys 0..i of a cache that already holds earlier tokens")
         if (
@@ -273,6 +292,29 @@ class _Finder:
             and position.at((sympy.S.Zero,)) != 0
         ):
             raise RefusedError("the mask counts from the first key, but this call's keys are written elsewhere")
+        return rule
+
+    def _rule_of_flex_mask(
+        self, call: AttentionCall, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr
+    ) -> MaskRule:
+        if source.cache is Cache.STATIC:
+            raise RefusedError(
+                "flex_attention over a static cache, whose mask reads a counter that the call itself advances"
+            )
+        try:
+            rule = judge_flex_mask(
+                self.expressions,
+                call.flex_mask,
+                num_rows=shape_of(call.query)[0],
+                num_queries=num_queries,
+                num_keys=num_keys,
+            )
+        except UnknownMaskError as error:
+            raise RefusedError(str(error)) from None
+        if rule.from_start and source.cache is Cache.DYNAMIC:
+            raise RefusedError("not causal: query i sees keys 0..i of a cache that already holds earlier tokens")
+        if rule.offset is not None and source.cache is not Cache.DYNAMIC:
+            raise RefusedError(f"the mask of flex_attention counts from {rule.offset.name} although nothing is cached")
         return rule
 
     def _position(self, source: KVSource, num_queries: sympy.Expr) -> IndexedTensor:
@@ -290,30 +332,17 @@ class _Finder:
 # ---------------------------------------------------------------------- pieces that need no graph
 
 
-def _sdpa_arguments(node: fx.Node) -> dict:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    call = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    call.update(zip(names, node.args, strict=False))
-    call.update(node.kwargs)
-    unknown = set(call) - set(names)
-    if unknown or any(not is_tensor(call.get(name)) for name in names[:3]):
-        raise RefusedError(
-            f"scaled_dot_product_attention has arguments that are not known here ({', '.join(sorted(unknown))})"
-        )
-    return call
-
-
-def _check_operands(call: dict) -> sympy.Expr:
+def _check_operands(call: AttentionCall) -> sympy.Expr:
     """Refuse what the operators do not compute; returns the number of keys."""
-    query, key, value = (call[name].meta["example_value"] for name in ("query", "key", "value"))
-    if isinstance(call["dropout_p"], fx.Node) or call["dropout_p"] != 0:
-        raise RefusedError(f"dropout_p is {call['dropout_p']}; only inference is rewritten")
+    query, key, value = (node.meta["example_value"] for node in (call.query, call.key, call.value))
+    if isinstance(call.dropout_p, fx.Node) or call.dropout_p != 0:
+        raise RefusedError(f"dropout_p is {call.dropout_p}; only inference is rewritten")
     if any(tensor.requires_grad for tensor in (query, key, value)):
         raise RefusedError("gradients are recorded; call the model under torch.no_grad() or torch.inference_mode()")
-    for name in ("is_causal", "enable_gqa"):
-        if not isinstance(call[name], bool):
+    for name, flag in (("is_causal", call.is_causal), ("enable_gqa", call.enable_gqa)):
+        if not isinstance(flag, bool):
             raise RefusedError(f"{name} is not known at compile time")
-    if call["scale"] is not None and not isinstance(call["scale"], int | float):
+    if call.scale is not None and not isinstance(call.scale, int | float):
         raise RefusedError("scale is not known at compile time")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -334,16 +363,16 @@ def _check_operands(call: dict) -> sympy.Expr:
 
 
 def _heads(
-    call: dict, key_new: fx.Node, value_new: fx.Node, key_repeats: int, value_repeats: int
+    call: AttentionCall, key_new: fx.Node, value_new: fx.Node, key_repeats: int, value_repeats: int
 ) -> tuple[int, int, int]:
     """(num_query_heads, num_kv_heads, head_dim), if query heads read KV heads in groups of equal size, in order."""
-    num_query_heads = call["query"].meta["example_value"].shape[1]
+    num_query_heads = call.query.meta["example_value"].shape[1]
     num_kv_heads, value_heads = (node.meta["example_value"].shape[1] for node in (key_new, value_new))
     if not all(isinstance(n, int) for n in (num_query_heads, num_kv_heads, value_heads)):
         raise RefusedError("the number of heads is not known at compile time")
     group, rest = divmod(num_query_heads, num_kv_heads)
     grouped = key_repeats == value_repeats and num_kv_heads == value_heads and rest == 0
-    if not grouped or not (key_repeats == group or (call["enable_gqa"] and group % key_repeats == 0)):
+    if not grouped or not (key_repeats == group or (call.enable_gqa and group % key_repeats == 0)):
         raise RefusedError(
             f"{num_query_heads} query heads do not read {num_kv_heads} key heads and {value_heads} value heads "
             "in groups of equal size"

@@ -25,7 +25,14 @@ from ckv_compile.index_layout import (
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.index_expressions import shape_of
 from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
+from ckv_compile.passes.rewrite_plan import (
+    RewritePlan,
+    block_inputs,
+    geometry_of,
+    require_unchanged,
+    size_reader,
+    static_sizes,
+)
 
 ckv = torch.ops.ckv
 ASSIGNED = (
@@ -53,7 +60,6 @@ def rewrite_decode(
     geometry = geometry_of(sites)
     cache = sites[0].cache
     inputs = graph_edit.placeholders(graph)
-    outputs = list(graph_edit.output_node(graph).args[0])
     static_length = capacity = None
     if cache is Cache.STATIC:
         static_length, capacity = static_sizes(graph, sites, inputs)
@@ -67,6 +73,7 @@ def rewrite_decode(
         else:
             key, value = site.key_cache, site.value_cache
         _replace(graph, site, layer, key, value, length_of[layer], queries, state, config)
+    outputs = list(graph_edit.output_node(graph).args[0])  # an attention may be returned as it is
     if assigns_tokens(config):
         _assign(graph, sites, state, length_of[-1], config)
 
@@ -104,6 +111,7 @@ def rewrite_decode(
         static_keys=[inputs.index(site.key_cache) for site in sites] if cache is Cache.STATIC else [],
         static_values=[inputs.index(site.value_cache) for site in sites] if cache is Cache.STATIC else [],
         mask=None if sites[0].mask is None else inputs.index(sites[0].mask),
+        blocks=block_inputs(sites[0], inputs),
         static_length=static_length,
         static_capacity=capacity,
         batch=batch,

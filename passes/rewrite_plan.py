@@ -40,6 +40,20 @@ class AttentionGeometry:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockInputs:
+    """Where a call finds the block lists of flex_attention, and what they must agree with.
+
+    lists: inputs of dynamo's that are ``BlockLists``' four tensors; the last two may be None.
+    offset: input that must be the number of cached tokens.
+    """
+
+    lists: tuple[int | None, ...]
+    query_block: int
+    key_block: int
+    offset: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class RewritePlan:
     """How to call a rewritten graph with the arguments of dynamo's.
 
@@ -62,6 +76,7 @@ class RewritePlan:
     kv_outputs: list[int] = dataclasses.field(default_factory=list)
     padding: int | None = None
     mask: int | None = None
+    blocks: BlockInputs | None = None
     static_keys: list[int] = dataclasses.field(default_factory=list)
     static_values: list[int] = dataclasses.field(default_factory=list)
     static_in_outputs: bool = False
@@ -72,6 +87,19 @@ class RewritePlan:
     queries: int = 1  # new tokens per row of a decode step
     exact: str | None = None  # of a prefill with so few tokens that it might have been one: why it is not
     symbolic: list[str] = dataclasses.field(default_factory=list)
+
+
+def block_inputs(site: AttentionSite, inputs: list[fx.Node]) -> BlockInputs | None:
+    if site.blocks is None:
+        return None
+    blocks = site.blocks
+    lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    return BlockInputs(
+        tuple(None if node is None else inputs.index(node) for node in lists),
+        blocks.query_block,
+        blocks.key_block,
+        None if site.offset is None else inputs.index(site.offset),
+    )
 
 
 def geometry_of(sites: list[AttentionSite]) -> AttentionGeometry:
@@ -92,6 +120,8 @@ def uniform(sites: list[AttentionSite]) -> str | None:
         "cache",
         "padding",
         "mask",
+        "blocks",
+        "offset",
         "is_decode",
         "batch",
     ):

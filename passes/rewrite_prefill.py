@@ -17,7 +17,14 @@ from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_LENGTH
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.match_attention import AttentionSite, Cache
-from ckv_compile.passes.rewrite_plan import RewritePlan, geometry_of, require_unchanged, size_reader, static_sizes
+from ckv_compile.passes.rewrite_plan import (
+    RewritePlan,
+    block_inputs,
+    geometry_of,
+    require_unchanged,
+    size_reader,
+    static_sizes,
+)
 
 ckv = torch.ops.ckv
 
@@ -31,7 +38,6 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
     first = sites[0]
     geometry = geometry_of(sites)
     inputs = graph_edit.placeholders(graph)
-    outputs = list(graph_edit.output_node(graph).args[0])
     dynamic = first.cache in (Cache.EMPTY, Cache.DYNAMIC)
     static_length = capacity = None
     if dynamic:
@@ -46,6 +52,7 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
             key, value = site.key_cache, site.value_cache
         _replace(graph, site, layer, key, value, state, config)
 
+    outputs = list(graph_edit.output_node(graph).args[0])  # an attention may be returned as it is
     past, kv_outputs, static_keys, in_outputs = [], [], [], False
     if dynamic:
         kv_outputs = [outputs.index(node) for site in sites for node in (site.key_cache, site.value_cache)]
@@ -82,6 +89,7 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
         static_keys=static_keys,
         static_in_outputs=in_outputs,
         mask=None if sites[0].mask is None else inputs.index(sites[0].mask),
+        blocks=block_inputs(sites[0], inputs),
         static_length=static_length,
         static_capacity=capacity,
         batch=batch,

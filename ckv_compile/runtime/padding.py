@@ -16,10 +16,16 @@ def left_padding(mask: torch.Tensor) -> list[int] | None:
 
 
 def padding_of_given(mask: torch.Tensor, length: int, batch: int) -> list[int] | None:
-    """The same for a whole mask ``[B or 1, 1, Q, capacity]`` of queries at positions ``length ...``.
+    """The same for a whole mask ``[B or 1, 1, Q, capacity]`` of queries at positions ``length ...``, bool or additive.
 
-    None unless every query that is no padding itself sees exactly the real tokens up to its own position.
+    None unless every query that is no padding itself sees exactly the real tokens up to its own position. An additive
+    mask may hold nothing but zero, where a key is seen, and the least number of its dtype.
     """
+    if mask.dtype.is_floating_point:
+        seen = mask == 0
+        if not bool((seen | (mask == torch.finfo(mask.dtype).min)).all()):
+            return None
+        mask = seen
     rows = mask[:, 0].expand(batch, -1, -1)
     queries = rows.shape[1]
     first = left_padding(rows[:, -1, : length + queries])

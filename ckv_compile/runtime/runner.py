@@ -24,6 +24,7 @@ import torch
 from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime.block_lists import visits_causal
 from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.padding import left_padding, padding_of_given
 from ckv_compile.runtime.registry import REGISTRY
@@ -32,6 +33,7 @@ from ckv_compile.runtime.slab import KVSlab
 
 NOT_LEFT_PADDING = "the padding mask is not left padding"
 NOT_CAUSAL = "the mask is not causal with left padding"
+OTHER_BLOCKS = "the block mask of flex_attention is not causal with left padding"
 UNEVEN_LAYERS = "the layers hold different numbers of cached tokens"
 
 
@@ -91,7 +93,10 @@ class GraphRunner:
         }[plan.phase, cache]
 
     def __call__(self, *args):
-        return self.call(args, self.entry_of(args).statistics)
+        statistics = self.entry_of(args).statistics
+        if self.plan.blocks is not None and not self._visits_causal(args):
+            return self._run_dense(args, statistics, OTHER_BLOCKS)
+        return self.call(args, statistics)
 
     # ------------------------------------------------------------------ prefill
 
@@ -388,6 +393,20 @@ class GraphRunner:
         mask = args[self.plan.padding]
         # A mask may be longer than what it masks; where it is shorter, the tokens behind it are not seen.
         return left_padding(mask[:, :length]) if mask.shape[1] >= length else None
+
+    def _visits_causal(self, args) -> bool:
+        """Whether the blocks that flex_attention would visit are those of its mask. Waits for the device, every time:
+        making a block mask did too.
+        """
+        cuda_graphs.require_no_capture("a call of flex_attention, whose block mask is read,")
+        plan, blocks = self.plan, self.plan.blocks
+        past = self._past_length(self._past(args)) if plan.past else 0
+        if past is None or (blocks.offset is not None and args[blocks.offset] != past):
+            return False
+        new = plan.num_new(args)
+        first = self._padding(args, plan.batch(args), past + new)
+        lists = [None if position is None else args[position] for position in blocks.lists]
+        return first is not None and visits_causal(lists, first, past, new, blocks.query_block, blocks.key_block)
 
     def _goes_on(self, args, sequence: Sequence, counter: torch.Tensor | None = None) -> bool:
         """Whether a step continues what is known of its sequence, without a look at its mask and counter.

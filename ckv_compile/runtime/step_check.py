@@ -15,8 +15,8 @@ _HEADER = 16  # bytes before the compared entries: the verdict so far, the count
 class StepCheck:
     """Checks of one sequence. Each ``verify_*`` enqueues; ``conclude`` sends the verdict to the host, ``failed`` looks.
 
-    Three small launches a step in all; one more for a whole mask with padded rows, and one for a counter that is
-    checked beside a mask.
+    Three small launches a step in all; one more for a whole mask with padded rows, two or three for an additive one, and
+    one for a counter that is checked beside a mask.
 
     capacity: tokens that a mask may cover. A step that extends ``length`` cached tokens, with padding before ``first``,
     was judged.
@@ -46,13 +46,21 @@ class StepCheck:
         self.what = "attention_mask"
 
     def verify_given(self, mask: torch.Tensor, length: int) -> None:
-        """mask bool [batch or 1, 1, 1, n <= capacity]: true exactly from ``first`` to the new token at ``length``."""
+        """mask bool [batch or 1, 1, 1, n <= capacity]: true exactly from ``first`` to the new token at ``length``.
+
+        Or additive: zero there, and the least number of its dtype elsewhere.
+        """
         rows, size = mask.shape[0], mask.shape[3]
         begin = self.capacity - length - 1
-        entries = self._entries(rows, size)
-        torch.logical_xor(mask[:, 0, 0], self._written[begin : begin + size], out=entries)
-        if self._padding is not None:
-            entries.logical_xor_(self._padding[:rows, :size])
+        entries, written = self._entries(rows, size), self._written[begin : begin + size]
+        if mask.dtype.is_floating_point:
+            least = torch.finfo(mask.dtype).min
+            hidden = ~written if self._padding is None else ~written | self._padding[:rows, :size]
+            torch.ne(mask[:, 0, 0], hidden * least, out=entries)
+        else:
+            torch.logical_xor(mask[:, 0, 0], written, out=entries)
+            if self._padding is not None:
+                entries.logical_xor_(self._padding[:rows, :size])
         self.what = "attention_mask"
 
     def verify_counter(self, counter: torch.Tensor, length: int) -> None:

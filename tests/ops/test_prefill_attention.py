@@ -95,6 +95,20 @@ def test_sink_logit_is_a_key_without_a_value(sink, past, first):
     torch.testing.assert_close(out.double(), oracle(query, key, value, past, first, 0.3, sinks), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
+@pytest.mark.parametrize("sink", [-torch.inf, -3.0, 0.0, 5.0, torch.inf])
+def test_sink_logits_keep_the_relative_error(sink, dtype, bound):
+    query, key, value = case(6, 9, [0, 8], dtype=dtype)
+    sinks = torch.full((6,), sink, dtype=dtype)
+    got, want = run(query, key, value, 6, [0, 8], sink_logits=sinks), oracle(query, key, value, 6, [0, 8], 0.3, sinks)
+    listed, _, _ = torch.ops.ckv.topk_prefill(
+        query, nominal_cache(key), nominal_cache(value), torch.tensor([6]), torch.tensor([0, 8], dtype=torch.int32),
+        TICKET, 0.3, 4, 8, sinks,
+    )  # fmt: skip
+    for out in (got, listed):
+        assert (out.double() - want).norm() <= bound * want.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sinks", [None, torch.zeros(6)])
 def test_low_precision_error_is_bounded_by_one_rounding_of_probabilities_and_output(dtype, sinks):

@@ -289,6 +289,14 @@ def test_invalid_argument_is_named(name, change, message):
         case.run()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
+@pytest.mark.parametrize("sink", [-torch.inf, -3.0, 0.0, 5.0, torch.inf])
+def test_sink_logits_keep_the_relative_error_of_a_step(sink, dtype, bound):
+    case, sinks = Case(dtype=dtype), torch.full((6,), sink, dtype=dtype)
+    got, want = case.run(sinks).double(), case.oracle(sinks)
+    assert (got - want).norm() <= bound * want.norm()
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("sinks", [None, torch.zeros(6)])
 def test_opcheck(sinks, queries):

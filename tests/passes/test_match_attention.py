@@ -23,8 +23,8 @@ from ckv_compile.testing import (
 
 
 @functools.cache
-def generated(family: str, cache: str, padded: bool) -> tuple[Captured, ...]:
-    return tuple(capture_generate(tiny_model(family), prompt(padded=padded), cache=cache))
+def generated(family: str, cache: str, padded: bool, implementation: str = "sdpa") -> tuple[Captured, ...]:
+    return tuple(capture_generate(tiny_model(family, implementation), prompt(padded=padded), cache=cache))
 
 
 def matched(captured: Captured, family: str, layers: int = 2) -> list[AttentionSite]:
@@ -47,7 +47,7 @@ class _Values(fx.Interpreter):
         if node in self.wanted:
             site = self.wanted[node]
             nodes = (site.query, site.key_new, site.value_new, site.key_cache, site.value_cache, site.past_key,
-                     site.position, site.padding, site.mask)  # fmt: skip
+                     site.position, site.padding, site.mask, site.sink_logits)  # fmt: skip
             values = {n: self.env[n] for n in nodes if n is not None}
             self.seen[node] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
         result = super().run_node(node)
@@ -57,7 +57,7 @@ class _Values(fx.Interpreter):
 
 
 def assert_sites_mean_what_the_graph_computes(captured: Captured, sites: list[AttentionSite]) -> None:
-    """Attention computed from the fields of a site alone equals the SDPA call, for the inputs of the first run."""
+    """Attention computed from the fields of a site alone equals what the graph computes for the inputs of its first run."""
     values = _Values(captured.gm, sites)
     values.run(*captured.inputs)
     for site in sites:
@@ -73,11 +73,15 @@ def assert_sites_mean_what_the_graph_computes(captured: Captured, sites: list[At
             padding = value[site.padding].bool()[:, None, None, :num_keys]
             sees &= F.pad(padding, (0, num_keys - padding.shape[-1]))
         if site.mask is not None:
-            sees &= value[site.mask]
+            given = value[site.mask]
+            sees &= given == 0 if given.is_floating_point() else given
         group = site.num_query_heads // site.num_kv_heads
         key, v = key.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = (query @ key.transpose(2, 3) * site.scale).masked_fill(~sees, -torch.inf)
-        expected = scores.softmax(-1) @ v
+        if site.sink_logits is not None:
+            sinks = value[site.sink_logits].double()[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        expected = scores.softmax(-1)[..., :num_keys] @ v
         valid = sees.any(-1).expand(-1, site.num_query_heads, -1)
         torch.testing.assert_close(value[site.node].double()[valid], expected[valid], rtol=1e-4, atol=1e-4)
         num_new = value[site.key_new].shape[2]
@@ -116,6 +120,25 @@ def test_every_layer_matches_under_generate(family, cache, padded):
                 assert site.write_key.args[0] is site.key_cache
                 assert site.write_value.args[0] is site.value_cache
                 assert site.write_key.args[2] is site.position
+        assert_sites_mean_what_the_graph_computes(captured, sites)
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "padded"),
+    [
+        ("llama", "dynamic", False),
+        ("llama", "static", True),
+        ("gpt_oss_full", "dynamic", True),
+        ("gpt_oss_full", "static", False),
+    ],
+)
+def test_every_layer_of_eager_attention_matches_under_generate(family, cache, padded):
+    for captured in generated(family, cache, padded, "eager"):
+        sites = matched(captured, f"{family}, eager")
+        for site in sites:
+            assert (site.sink_logits is not None) is (family == "gpt_oss_full")
+            assert (site.mask is not None) is (cache == "static")
+            assert (site.padding is not None) is (cache == "dynamic" and padded)
         assert_sites_mean_what_the_graph_computes(captured, sites)
 
 

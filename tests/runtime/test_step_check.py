@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ckv_compile.runtime.padding import padding_of_given
 from ckv_compile.runtime.step_check import StepCheck
 
 CPU = torch.device("cpu")
@@ -123,3 +124,21 @@ def test_a_step_costs_three_small_operations_and_moves_no_mask(monkeypatch):
         plain.verify_given(given, 10)
         plain.conclude()
     assert len(whole.launched) == 3, whole.launched
+
+
+def additive(mask, dtype):
+    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("first", "rows"), [([0, 0], None), ([0, 0], 1), ([0, 4], None), ([5, 5], 1)], ids=str)
+def test_additive_masks_pass_and_any_other_number_is_found(first, rows, dtype):
+    good = [additive(given_mask(first, 10 + number, 24, rows), dtype) for number in range(4)]
+    assert [padding_of_given(mask, 10 + number, 2) for number, mask in enumerate(good)] == [first] * 4
+    assert steps(StepCheck(2, 32, first, 9, CPU), good, "verify_given") == [False] * 4
+    for position in (0, 8, 12, 23):
+        for change in (-1.0, -torch.inf, torch.nan, 1.0):
+            bad = [mask.clone() for mask in good]
+            bad[1][-1, 0, 0, position] = change
+            assert padding_of_given(bad[1], 11, 2) is None
+            assert steps(StepCheck(2, 32, first, 9, CPU), bad, "verify_given") == [False, True, True, True]
