@@ -91,13 +91,16 @@ def communitykv(
 
 
 def _why_not(gm: fx.GraphModule, sites: list, refusals: list) -> str | None:
-    """Why the graph stays dense, or None. A layer that was refused keeps its own reason; the others get this one."""
+    """Why the graph stays dense, or None. A layer that was refused keeps its own reason; the others get this one.
+
+    Layers that see nearby keys only stay as they are, beside others that are rewritten.
+    """
     if not sites:
         return "no attention to rewrite"
     if torch.is_grad_enabled() and any(_requires_grad(node) for node in graph_edit.placeholders(gm.graph)):
         return "gradients are enabled and an input requires grad; call the model under torch.no_grad()"
-    if refusals:
-        return f"another layer of the same graph was refused ({refusals[0].name}: {refusals[0].reason})"
+    if others := [refusal for refusal in refusals if not refusal.local]:
+        return f"another layer of the same graph was refused ({others[0].name}: {others[0].reason})"
     if (unsupported := device_reason(sites[0].device)) is not None:
         return unsupported
     if sites[0].cache is Cache.NONE:

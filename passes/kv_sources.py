@@ -19,6 +19,10 @@ class RefusedError(Exception):
     """Ends the examination of one attention; the message is the reason."""
 
 
+class LocalAttentionError(RefusedError):
+    """It sees keys near its query only, and stays as it is beside layers that see all."""
+
+
 class Cache(enum.Enum):
     """Where the keys that a query sees come from.
 
@@ -79,7 +83,7 @@ class KVSources:
             raise RefusedError(f"K or V is put together from {len(tensors)} parts")
         past, new = tensors
         if crop := self._cropped(cat):
-            raise RefusedError(sliding_window(crop))
+            raise LocalAttentionError(sliding_window(crop))
         if cat not in self.outputs:
             raise RefusedError("K or V is concatenated with earlier tokens but not returned as the updated cache")
         if self._writes(cat):
@@ -100,7 +104,7 @@ class KVSources:
         if len(writes) != 1 or target_name(write) != "index_copy_":
             names = ", ".join(sorted({target_name(w) for w in writes}))
             if "copy_" in names.split(", "):
-                raise RefusedError(sliding_window(shape_of(buffer)[2]))  # the buffer is shifted when it is full
+                raise LocalAttentionError(sliding_window(shape_of(buffer)[2]))  # the buffer is shifted when it is full
             raise RefusedError(f"K or V is updated in an unknown way ({names})")
         target, dim, position, new = _positional(write, "self", "dim", "index", "source")
         if target is not buffer or dim not in (2, -2):
@@ -127,7 +131,7 @@ class KVSources:
                 raise RefusedError(f"K or V is changed between the cache and the attention ({target_name(base)})")
         for user in self._aliases(base):
             if target_name(user) == "copy_":  # of the last tokens, into a static cache that they overflow
-                raise RefusedError(sliding_window(shape_of(user)[2]))
+                raise LocalAttentionError(sliding_window(shape_of(user)[2]))
         return KVSource(Cache.NONE, new=base, updated=base)
 
     # ------------------------------------------------------------------ who else uses them

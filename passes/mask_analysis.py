@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import sympy
 import torch
@@ -64,6 +65,10 @@ class MaskRule:
 
 class UnknownMaskError(Exception):
     """The mask is something else; the message says what, as part of a sentence for users."""
+
+
+class LocalMaskError(UnknownMaskError):
+    """The mask shows keys near the query only: a sliding window, or chunks."""
 
 
 def judge_mask(
@@ -178,7 +183,7 @@ def _judge(
     for condition in others:
         # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
         if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
-            raise UnknownMaskError(_explain(condition, own, i, j, made_of, causal or from_start or num_queries == 1))
+            _refuse(condition, own, i, j, made_of, causal or from_start or num_queries == 1)
     if whole is not None:
         return MaskRule(from_start=False, given=expressions.loads[whole])
     # One query at the end of its own sequence sees every key there is; a static cache has room after that.
@@ -261,30 +266,36 @@ class _Condition:
         return bool(sympy.expand(least).is_nonnegative)
 
 
-def _explain(condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, made_of: str, causal: bool) -> str:
-    """What a condition is that is neither causal nor padding."""
+def _refuse(
+    condition: _Condition, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr, made_of: str, causal: bool
+) -> NoReturn:
+    """Raise what a condition is that is neither causal nor padding."""
     atom, difference = condition.atom, condition.difference
     if difference is not None:
         for position in (own, i):
             window = sympy.expand(difference - (j - position)) + 1
             if causal and window.is_Integer and window > 0:
-                return f"sliding window attention (each query sees only the last {window} tokens)"
+                raise LocalMaskError(f"sliding window attention (each query sees only the last {window} tokens)")
             shift = sympy.expand(difference - (position - j))
             if shift.is_Integer:
-                return f"not causal: the mask is shifted by {shift} against the positions of the queries"
+                raise UnknownMaskError(
+                    f"not causal: the mask is shifted by {shift} against the positions of the queries"
+                )
     if condition.loaded is not None:
         load = condition.loaded
         if load.index == (*load.index[:-2], i, j) or len(load.index) == 4:
-            return f"the mask is a {len(load.index)}-D tensor given by the caller ({load.tensor_name})"
-        return f"the mask reads {load.tensor_name} in another way than a padding mask of the keys"
+            raise UnknownMaskError(f"the mask is a {len(load.index)}-D tensor given by the caller ({load.tensor_name})")
+        raise UnknownMaskError(f"the mask reads {load.tensor_name} in another way than a padding mask of the keys")
     if atom.has(sympy.floor):
-        return "chunked attention (each query sees only keys of its own chunk)"
+        raise LocalMaskError("chunked attention (each query sees only keys of its own chunk)")
     loads = sorted({load.tensor_name for load in atom.atoms(Load) if load.index})
     if isinstance(atom, sympy.Eq) and loads:
-        return f"the mask compares tokens by {', '.join(loads)} (packed sequences, blocks or token types)"
+        raise UnknownMaskError(
+            f"the mask compares tokens by {', '.join(loads)} (packed sequences, blocks or token types)"
+        )
     if isinstance(atom, sympy.Or):
-        return f"the mask allows more than the causal rule ({made_of})"
-    return f"the mask is not a causal rule and a padding mask ({made_of})"
+        raise UnknownMaskError(f"the mask allows more than the causal rule ({made_of})")
+    raise UnknownMaskError(f"the mask is not a causal rule and a padding mask ({made_of})")
 
 
 def _made_of(mask: fx.Node) -> str:

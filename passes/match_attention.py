@@ -28,8 +28,16 @@ from ckv_compile.passes.index_expressions import (
     shape_of,
     size_expr,
 )
-from ckv_compile.passes.kv_sources import Cache, KVSource, KVSources, RefusedError, check_pair, peel_repeat_kv
-from ckv_compile.passes.mask_analysis import MaskRule, UnknownMaskError, judge_flex_mask, judge_mask
+from ckv_compile.passes.kv_sources import (
+    Cache,
+    KVSource,
+    KVSources,
+    LocalAttentionError,
+    RefusedError,
+    check_pair,
+    peel_repeat_kv,
+)
+from ckv_compile.passes.mask_analysis import LocalMaskError, MaskRule, UnknownMaskError, judge_flex_mask, judge_mask
 from ckv_compile.passes.other_attention import describe_other_attention, nested_attention
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,11 +111,15 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attention that stays as it is; ``reason`` completes "left alone: ..." for users."""
+    """An attention that stays as it is; ``reason`` completes "left alone: ..." for users.
+
+    local: it sees keys near its query only, and others of its graph may be rewritten.
+    """
 
     name: str
     index: int
     reason: str
+    local: bool = False
 
 
 def find_sites(gm: fx.GraphModule) -> tuple[list[AttentionSite], list[Refusal]]:
@@ -119,7 +131,7 @@ def find_sites(gm: fx.GraphModule) -> tuple[list[AttentionSite], list[Refusal]]:
         try:
             sites.append(finder.examine(read(node), index, name))
         except RefusedError as refused:
-            refusals.append(Refusal(name, index, str(refused)))
+            refusals.append(Refusal(name, index, str(refused), isinstance(refused, LocalAttentionError)))
     return _unshared(sites, refusals)
 
 
@@ -178,7 +190,7 @@ class _Finder:
     def __init__(self, graph: fx.Graph):
         self.expressions = IndexExpressions(graph)
         self.sources = KVSources(graph)
-        self.rules: dict[tuple, MaskRule | str] = {}
+        self.rules: dict[tuple, MaskRule | RefusedError] = {}
 
     def examine(self, call: AttentionCall, index: int, name: str) -> AttentionSite:
         num_keys = _check_operands(call)
@@ -274,12 +286,12 @@ class _Finder:
                     position=position,
                 )
             except UnknownMaskError as error:
-                self.rules[key] = str(error)
+                self.rules[key] = _refused(error)
         rule = self.rules[key]
-        if isinstance(rule, str):
-            raise RefusedError(rule)
+        if isinstance(rule, RefusedError):
+            raise rule
         if rule.given is not None and "sliding" in rule.given.name:
-            raise RefusedError(f"sliding window attention (the mask is {rule.given.name})")
+            raise LocalAttentionError(f"sliding window attention (the mask is {rule.given.name})")
         if rule.given is not None and source.cache is not Cache.STATIC:
             kind = "an additive" if dtype_of(rule.given).is_floating_point else "a"
             raise RefusedError(f"the mask is {kind} 4-D tensor given by the caller ({rule.given.name})")
@@ -310,7 +322,7 @@ class _Finder:
                 num_keys=num_keys,
             )
         except UnknownMaskError as error:
-            raise RefusedError(str(error)) from None
+            raise _refused(error) from None
         if rule.from_start and source.cache is Cache.DYNAMIC:
             raise RefusedError("not causal: query i sees keys 0..i of a cache that already holds earlier tokens")
         if rule.offset is not None and source.cache is not Cache.DYNAMIC:
@@ -330,6 +342,10 @@ class _Finder:
 
 
 # ---------------------------------------------------------------------- pieces that need no graph
+
+
+def _refused(error: UnknownMaskError) -> RefusedError:
+    return (LocalAttentionError if isinstance(error, LocalMaskError) else RefusedError)(str(error))
 
 
 def _check_operands(call: AttentionCall) -> sympy.Expr:

@@ -164,9 +164,25 @@ def test_rows_of_a_padded_batch_equal_their_single_runs(interpreted):
         assert torch.equal(greedy(module, single)[0], together[row, pads:])
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "phi3", "gpt_oss"])
-def test_families_with_other_attention_are_right_and_reported(interpreted, family):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_sliding_layers_stay_beside_full_ones_that_are_rewritten(interpreted, family, cache):
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    arguments = {"cache_implementation": "static"} if cache == "static" else {}
+    inputs = prompt(tokens=30, padded=True)
+    expected = greedy(model, inputs, **arguments)
+    module = compiled(model)
+    assert torch.equal(greedy(module, inputs, **arguments), expected)
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == explanation.decode_steps == 11
+    assert list(explanation.rewritten) == ["model.layers.1.self_attn"]
+    assert [*explanation.refused] == ["model.layers.0.self_attn"]
+    assert explanation.refused["model.layers.0.self_attn"][0].startswith("sliding window attention")
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "phi3"])
+def test_families_with_other_attention_are_right_and_reported(interpreted, family):
+    model = tiny_model(family)
     inputs = prompt(tokens=20)
     expected = greedy(model, inputs)
     module = compiled(model)

@@ -57,7 +57,6 @@ def test_grouped_linear_layers_are_counted(interpreted):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma3", {}, "sliding window"),
         ("llama", {"head_dim": 12}, "head_dim 12"),
         ("llama", {"dtype": torch.float64}, "dtype float64"),
         ("mistral_window", {}, "sliding window"),
