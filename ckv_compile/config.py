@@ -44,7 +44,7 @@ class CommunityConfig:
     graph: GraphSource = "keys"
     mean_size: int = None  # type: ignore[assignment]  # target mean community size: 8 with "keys" and "mixed", 16 with "attention"
     block_size: int = 2048  # tokens of one independently partitioned block ("keys")
-    append_block: int = 512  # generated tokens that are indexed together ("keys")
+    append_block: int = None  # type: ignore[assignment]  # generated tokens indexed together ("keys"): 512, at most budget / 8
     kappa: int = 8  # neighbours kept per token (paper, section 4)
     lam: float = 0.5  # weight of direct attention against co-attention, eq. 4 (paper, section 4)
     gamma: float | None = None  # Leiden resolution; searched per graph for mean_size when None
@@ -82,7 +82,7 @@ class CommunityConfig:
         ):  # fmt: skip
             _choice(name, getattr(self, name), get_args(literal))
         for name, least in (
-            ("block_size", 64), ("append_block", 16), ("kappa", 1), ("max_community_size", 1), ("num_sink_tokens", 0),
+            ("block_size", 64), ("kappa", 1), ("max_community_size", 1), ("num_sink_tokens", 0),
             ("recent_window", 1), ("budget", 1), ("refresh_interval", 1), ("repair_interval", 0),
             ("seed", 0), ("centroid_budget", 0),
         ):  # fmt: skip
@@ -98,6 +98,8 @@ class CommunityConfig:
 
         self._default("mean_size", 16 if self.graph == "attention" else 8, 1)
         self._default("min_context", self.budget, 0)
+        # Until then they are attended, whatever the budget: more than this and they would take it from retrieval.
+        self._default("append_block", min(512, self.block_size, max(16, self.budget // 8)), 16)
         self._default("workers", max(1, (os.cpu_count() or 2) - 1), 0)
 
         needed = self.num_sink_tokens + self.recent_window + 1 + self.centroid_budget

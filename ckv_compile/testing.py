@@ -569,12 +569,19 @@ def _op_name(node: torch.fx.Node) -> str:
 
 
 def bare_sequence(
-    config: Any, capacity: int, *, batch: int = 1, layers: int = 2, seed: int = 0, keys: Tensor | None = None
+    config: Any,
+    capacity: int,
+    *,
+    batch: int = 1,
+    layers: int = 2,
+    seed: int = 0,
+    keys: Tensor | None = None,
+    group_size: int = 2,
 ) -> Any:
     """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
 
-    keys: [layers, B, Hkv, capacity, D] to use instead, on any device. Values are keys with their channels reversed. The
-    cache holds no token yet; ``extend_sequence`` adds some.
+    keys: [layers, B, Hkv, capacity, D] to use instead, on any device. Values are keys with their channels reversed.
+    group_size: query heads per KV head. The cache holds no token yet; ``extend_sequence`` adds some.
     """
     from ckv_compile.community.resolution import ResolutionMemory
     from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -587,7 +594,7 @@ def bare_sequence(
         keys = torch.take_along_dim(topics, which[..., None], 3) * 1.5
         keys = keys + torch.randn(keys.shape, generator=generator)
     layers, batch, heads, _, dim = keys.shape
-    geometry = AttentionGeometry(layers, 2 * heads, heads, dim, keys.dtype, keys.device)
+    geometry = AttentionGeometry(layers, group_size * heads, heads, dim, keys.dtype, keys.device)
     values = keys.flip(-1)
     memory = ResolutionMemory()
     return Sequence(config, geometry, batch, capacity, keys.__getitem__, memory, values.__getitem__)
@@ -648,19 +655,36 @@ def assert_consistent_index(sequence: Any) -> None:
                     torch.testing.assert_close(index.total_weight[at], total, rtol=1e-4, atol=1e-3)
 
 
-def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-    """What a decode step of ``bare_sequence`` retrieves with ``query`` [B, 4, 1, 16]: ``ckv::route``, ``ckv::retrieve``."""
+def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: float = 0.25) -> tuple[Tensor, Tensor]:
+    """What a decode step of ``bare_sequence`` retrieves with ``query`` [B, Hq, 1, D]: ``ckv::route``, ``ckv::retrieve``."""
     index, config, shape = sequence.index, sequence.config, sequence.shape
     at, capacity = index.nominal, index.nominal[f"capacity_{layer}"]
     listed = torch.ops.ckv.route(
         query, at["centroid"], at["centroid_scale"], at["channel_scale"], at["size"], at["num_communities"], capacity,
-        at["scores"], layer, shape.graphs, shape.kv_heads, 0.25, "max", sequence.length_device, 2048,
+        at["scores"], layer, shape.graphs, shape.kv_heads, scale, "max", sequence.length_device, 2048,
     )  # fmt: skip
     return torch.ops.ckv.retrieve(
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],
         at["log_first"], at["num_communities"], at["n_indexed"], capacity, sequence.length_device,
         sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, config.num_sink_tokens,
         config.recent_window, "label" in index.buffers,
+    )  # fmt: skip
+
+
+def assign_step(sequence: Any, neighbor: Tensor, weight: Tensor) -> None:
+    """Give the token at position ``sequence.length`` its community in every layer, by its lists [L, B, H, kappa]."""
+    index, shape, config, at = sequence.index, sequence.shape, sequence.config, sequence.length
+    for layer in range(shape.layers):
+        index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
+    state = (
+        "new_key", "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size",
+        "num_communities", "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight",
+        "edge_neighbor", "edge_weight", "gamma",
+    )  # fmt: skip
+    torch.ops.ckv.assign_tokens(
+        neighbor, weight, *(index.nominal[name] for name in state), index.nominal["capacity_0"],
+        sequence.length_device, sequence.first_device, shape.layers, shape.kv_heads, shape.head_dim, shape.lists,
+        shape.kappa, shape.graphs, config.num_sink_tokens, config.lam,
     )  # fmt: skip
 
 

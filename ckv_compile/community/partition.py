@@ -19,8 +19,11 @@ from ckv_compile.community.graph import (
 )
 from ckv_compile.community.leiden import leiden_batch, seeded, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
-from ckv_compile.config import CommunityConfig, community_room
+from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
 
+MOST_COMMUNITIES = (
+    1.2  # of the number that the mean size asks for: of stars, whose leaves have nowhere to go, the rest is merged
+)
 MORE_PASSES = 3  # after the planned ones, where nothing waits: later ones change little
 
 
@@ -217,7 +220,7 @@ def partition_keys_block(
             _remember(memory, (layer, g), float(gammas[g]), int(nodes[g]), plan)
     partitions = gather_partitions(
         labels, indptr[:, 1:] == indptr[:, :-1], first, mean_size=config.mean_size,
-        max_community_size=config.max_community_size, room=community_room(n, config.mean_size), gammas=gammas,
+        max_community_size=config.max_community_size, room=_most_communities(n, config), gammas=gammas,
     )  # fmt: skip
     for partition, own in zip(partitions, strength, strict=True):
         _weigh(partition, own)
@@ -339,6 +342,13 @@ def warm_up(config: CommunityConfig) -> None:
         partition_repaired(kept, lists[:, :1], weights[:, :1], config=config, key_neighbors=lists[0, :1])
 
 
+def _most_communities(n: int, config: CommunityConfig) -> int:
+    room = community_room(n, config.mean_size)
+    if config.gamma is not None:  # whatever size it gives
+        return room
+    return min(room, int(MOST_COMMUNITIES * n / config.mean_size) + SPARE_COMMUNITIES)
+
+
 def _partition_one(graph, n, config, memory, key, initial, gamma, stop, backlog) -> Partition:
     first = n - graph.num_nodes
     plan = SearchPlan.of(config)
@@ -380,7 +390,7 @@ def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, c
     alone[0, first:] = graph.indptr[1:] == graph.indptr[:-1]
     partition = gather_partitions(
         padded, alone, np.array([first], np.int32), mean_size=config.mean_size,
-        max_community_size=config.max_community_size, room=community_room(n, config.mean_size),
+        max_community_size=config.max_community_size, room=_most_communities(n, config),
         gammas=np.array([gamma]), dropped=graph.dropped,
     )[0]  # fmt: skip
     strength = np.zeros(n)

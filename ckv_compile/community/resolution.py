@@ -41,11 +41,10 @@ class SearchPlan:
 
         The paper caps Leiden's iterations at floor(log10 n), 4 to 7 (a deviation): two passes are within 0.5 % of the
         modularity that igraph reaches in two iterations, at less than a quarter of its CPU time (bench/partition.py).
-        Key graphs get one pass, about 1 % short of that: what is retrieved from them did not change with more.
         """
         corrections = 0 if config.gamma is not None else None
         if config.graph == "keys":
-            plan = cls(GAMMA_NUMERATOR / config.mean_size, tolerance=0.3, corrections=2, passes=1)
+            plan = cls(GAMMA_NUMERATOR / config.mean_size, tolerance=0.2, corrections=2, passes=2)
         elif config.graph == "attention":
             plan = cls(ATTENTION_NUMERATOR / config.mean_size, tolerance=0.1, corrections=6, passes=2)
         else:

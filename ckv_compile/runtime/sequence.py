@@ -375,7 +375,7 @@ class Sequence:
                 )  # fmt: skip
 
     def offer_joined(self, layer: int) -> None:
-        """Partition published small blocks together once they fill a block."""
+        """Partition published small blocks together where it is time (``joinable``)."""
         config = self.config
         if config.policy != "communities" or layer in self.joining:
             return
@@ -575,18 +575,18 @@ class Sequence:
 
 
 def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:
-    """First position and end of the earliest full block behind ``closed`` that small ones cover; None without one.
+    """First position and end of the earliest several blocks that are worth one partition; None where none are.
 
     ends: where each block ends, ascending; full blocks begin at multiples of ``block``, and none reaches into the next.
+    Small blocks are joined when they fill a block, and before that whenever they have added a third to the first of
+    them, which was joined from earlier ones: what is open is then never far from one partition, and every token is
+    partitioned a few times. Those that end at or before ``closed`` stay as they are.
     """
-    count = 0
-    for end in ends:
-        if end > closed:
-            count += 1
-            if end % block == 0:
-                if count > 1:
-                    return end - block, end
-                count = 0
+    for stop in sorted({-(-end // block) * block for end in ends if end > closed}):
+        start = stop - block
+        own = [end for end in ends if start < end <= stop]
+        if len(own) > 1 and own[-1] > closed and (own[-1] == stop or 3 * (own[-1] - own[0]) >= own[0] - start):
+            return start, own[-1]
     return None
 
 

@@ -56,7 +56,7 @@ def test_a_mean_that_does_not_exist_ends_the_search():
 
 def test_plans_follow_the_configuration():
     keys = SearchPlan.of(CommunityConfig())
-    assert (keys.constant, keys.corrections, keys.passes) == (12.5, 2, 1)
+    assert (keys.constant, keys.corrections, keys.passes) == (12.5, 2, 2)
     assert keys.start_gamma(2048) == 50.0
     attention = SearchPlan.of(CommunityConfig(graph="attention"))
     assert (attention.constant, attention.passes) == (3.0, 2)

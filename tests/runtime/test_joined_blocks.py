@@ -1,4 +1,4 @@
-"""Small blocks of generated tokens are partitioned together once they fill a block."""
+"""Small blocks of generated tokens are partitioned together as they add up, and once they fill a block."""
 
 import time
 
@@ -43,7 +43,13 @@ def ends(sequence):
     [
         ([], 0, None),
         ([64, 128, 190], 0, None),
-        ([16, 32, 48], 0, None),
+        ([16, 32, 48], 0, (0, 48)),
+        ([16, 32, 48], 48, None),
+        ([48, 56], 0, None),
+        ([48, 56, 64], 48, (0, 64)),
+        ([64, 112, 120, 128], 64, (64, 128)),
+        ([64, 100, 112], 64, (64, 112)),
+        ([64, 104, 112], 64, None),
         ([16, 32, 48, 64], 0, (0, 64)),
         ([64, 80, 96, 112, 128, 144], 0, (64, 128)),
         ([30, 46, 62, 64], 0, (0, 64)),
@@ -51,7 +57,7 @@ def ends(sequence):
         ([64, 80, 96, 112, 128, 144], 128, None),
     ],
 )
-def test_blocks_are_joined_when_they_fill_one(block_ends, closed, expected):
+def test_blocks_are_joined_when_they_fill_one_or_add_a_third(block_ends, closed, expected):
     assert joinable(block_ends, closed, 64) == expected
 
 
@@ -91,7 +97,7 @@ def test_generated_tokens_end_up_in_full_blocks(options):
         if not seen or ends(sequence) != seen[-1]:
             seen.append(ends(sequence))
             assert_consistent_index(sequence)
-    assert seen[:6] == [[64], [64, 80], [64, 80, 96], [64, 80, 96, 112], [64, 80, 96, 112, 128], [64, 128]]
+    assert seen[:6] == [[64], [64, 80], [64, 80, 96], [64, 96], [64, 96, 112], [64, 112]]
     assert seen[-1] == [64, 128, 192, 256, 320]
 
 
@@ -123,7 +129,7 @@ def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     before = sequence.index.used[0]
     sequence.inbox.extend(held)
     sequence.publish()
-    assert ends(sequence) == [64, 128, 144, 160]
+    assert ends(sequence) == [64, 96, 112, 128, 144, 160]
     assert sequence.index.used[0] != before, "the test should see the numbers of later communities change"
     assert_consistent_index(sequence)
 
@@ -139,7 +145,7 @@ def test_small_blocks_stay_when_their_joint_partition_fails(monkeypatch):
     sequence = prefilled(keys_config(), 64)
     monkeypatch.setattr(jobs, "partition_block", fails_for_full)
     extend_sequence(sequence, 140)
-    assert ends(sequence) == [64, 80, 96, 112, 128, 144, 160, 176, 192]
+    assert ends(sequence) == [64, 112, 128, 176, 192]
     assert_consistent_index(sequence)
     assert len(sequence.statistics.failures) == 4  # two layers, two blocks, each tried once
     assert all("too large" in failure for failure in sequence.statistics.failures)
@@ -161,11 +167,12 @@ def test_a_crop_while_blocks_are_being_joined_forgets_the_result():
     sequence = prefilled(keys_config(), 64)
     extend_sequence(sequence, 64)
     sequence.publish()
+    assert ends(sequence) == [64, 112, 128]
     assert sequence.joining == {0, 1}
-    sequence.truncate(100)
+    sequence.truncate(120)
     assert not sequence.joining
     sequence.publish()
-    assert ends(sequence) == [64, 80, 96]
+    assert ends(sequence) == [64, 112]
     assert_consistent_index(sequence)
 
 

@@ -17,17 +17,13 @@ from ckv_compile.runtime.index import Packed
 from ckv_compile.testing import (
     assert_consistent_index,
     assert_whole_communities,
+    assign_step,
     bare_sequence,
     members_of,
     retrieve_step,
 )
 
 TOKENS, PROMPT, HEADS, KAPPA = 420, 120, 4, 6
-STATE = (
-    "new_key", "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start",
-    "stored", "size", "num_communities", "n_indexed", "log_community", "log_first", "label", "community_weight",
-    "total_weight", "edge_neighbor", "edge_weight", "gamma",
-)  # fmt: skip
 
 
 def attention_config(**options):
@@ -66,16 +62,8 @@ class Story:
             sequence.offer_appended()
 
     def assign(self):
-        sequence, at = self.sequence, self.sequence.length
-        index, shape = sequence.index, sequence.shape
-        for layer in range(2):
-            index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
-        edges = (torch.from_numpy(lists[:, :, :, at].copy()) for lists in (self.ids, self.alphas))
-        torch.ops.ckv.assign_tokens(
-            *edges, *(index.nominal[name] for name in STATE), index.nominal["capacity_0"], sequence.length_device,
-            sequence.first_device, 2, shape.kv_heads, shape.head_dim, shape.lists, KAPPA, shape.graphs,
-            sequence.config.num_sink_tokens, sequence.config.lam,
-        )  # fmt: skip
+        at = self.sequence.length
+        assign_step(self.sequence, *(torch.from_numpy(lists[:, :, :, at].copy()) for lists in (self.ids, self.alphas)))
 
     def assert_weights_of_eq_7(self):
         """w_C and 2m are the strengths of the communities in the graph of all lists so far (eq. 2-5 and 7)."""

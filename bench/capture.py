@@ -1,0 +1,93 @@
+"""What attention sees in SmolLM2-135M over a text: keys, queries, and the strongest keys of every token (eq. 1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SINKS = 10
+KAPPA = 8
+ROWS = 512  # queries whose scores are held at a time
+
+
+@dataclasses.dataclass
+class Captured:
+    """One text of n tokens through some layers; keys and queries are as attention takes them, with positions in them.
+
+    layers: their numbers. keys: float32 [L, 1, Hkv, n, D]. queries: float32 [L, 1, Hq, n - start, D], of positions
+    from ``start`` on. ids, alphas: int32 and float32 [L, Hq, n, kappa], positions past the sinks and their share of the
+    softmax over all earlier keys; -1 and 0 where there are fewer. scale: of the products.
+    """
+
+    layers: list[int]
+    keys: Tensor
+    queries: Tensor
+    ids: np.ndarray
+    alphas: np.ndarray
+    start: int
+    scale: float
+
+
+def causal_top(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The strongest keys past the sinks of every query, and their probabilities: [Hq, n, kappa].
+
+    query: [Hq, n, D], key: [Hkv, n, D].
+    """
+    heads, n, _ = query.shape
+    ids = torch.full((heads, n, KAPPA), -1, dtype=torch.int32)
+    alphas = torch.zeros(heads, n, KAPPA)
+    for head in range(heads):
+        keys = key[head * len(key) // heads]
+        for begin in range(0, n, ROWS):
+            end = min(n, begin + ROWS)
+            scores = (query[head, begin:end] * scale) @ keys[:end].T
+            later = torch.arange(end) > torch.arange(begin, end)[:, None]
+            scores.masked_fill_(later, -math.inf)
+            normaliser = scores.logsumexp(-1, keepdim=True)
+            scores[:, :SINKS] = -math.inf
+            value, index = scores.topk(min(KAPPA, end), -1)
+            found = value > -math.inf
+            ids[head, begin:end, : value.shape[1]] = torch.where(found, index, -1).int()
+            alphas[head, begin:end, : value.shape[1]] = (value - normaliser).exp().masked_fill(~found, 0.0)
+    return ids, alphas
+
+
+@torch.inference_mode()
+def capture(
+    model, tokens: list[int], layers: Sequence[int] | None = None, *, start: int = 0, advance: Callable[[], object]
+) -> Captured:
+    """One forward of a Llama-like model over ``tokens``; ``advance`` is called once a layer. The model stays as it was.
+
+    layers: all of them when None.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config, before = model.config, model.config._attn_implementation
+    layers = list(range(config.num_hidden_layers) if layers is None else layers)
+    found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+    scales = []
+
+    def attention(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        advance()
+        if module.layer_idx in layers:
+            kept = key.clone(), query[:, :, start:].clone()
+            found[module.layer_idx] = (*kept, *causal_top(query[0], key[0], scaling))
+            scales.append(scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True, scale=scaling
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS["bench_capture"] = attention
+    model.set_attn_implementation("bench_capture")
+    try:
+        model.model(torch.tensor([tokens]), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    keys, queries, ids, alphas = (torch.stack(parts) for parts in zip(*(found[one] for one in layers), strict=True))
+    return Captured(layers, keys, queries, ids.numpy(), alphas.numpy(), start, scales[0])
