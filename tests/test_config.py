@@ -76,3 +76,17 @@ def test_every_option_is_part_of_the_cache_key():
     assert set(changed) == set(CommunityConfig.option_names())
     digests = {CommunityConfig(**{name: value}).digest() for name, value in changed.items()}
     assert len(digests | {CommunityConfig().digest()}) == len(changed) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 512),
+        ({"budget": 512}, 64),
+        ({"budget": 80}, 16),
+        ({"block_size": 256}, 256),
+        ({"budget": 512, "append_block": 512}, 512),
+    ],
+)
+def test_blocks_of_generated_tokens_leave_room_in_the_budget(options, expected):
+    assert CommunityConfig(**options).append_block == expected

@@ -21,9 +21,8 @@ from ckv_compile.community.leiden import leiden_batch, seeded, start_labels, sto
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
 from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
 
-MOST_COMMUNITIES = (
-    1.2  # of the number that the mean size asks for: of stars, whose leaves have nowhere to go, the rest is merged
-)
+# Of the number that the mean size asks for. Leaves of a hub whose community is full stay alone at any resolution.
+MOST_COMMUNITIES = 1.2
 MORE_PASSES = 3  # after the planned ones, where nothing waits: later ones change little
 
 

@@ -114,7 +114,7 @@ def test_a_joined_block_is_the_partition_of_its_tokens_at_once():
 
 def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     """A partition that comes back late finds other blocks behind those that it replaces."""
-    sequence = prefilled(keys_config(append="assign", centroid_budget=4), 64)
+    sequence = prefilled(keys_config(append="assign", centroid_budget=4), 64, seed=1)
     held = []
     submit = sequence._submit
 
