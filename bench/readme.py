@@ -1,4 +1,4 @@
-"""Write the README's table of quality from the newest results that hold its figures: python -m bench.readme [--check]."""
+"""Write the README's tables from the newest results that hold their figures: python -m bench.readme [--check]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from bench.results_file import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- quality -->\n", "<!-- /quality -->"
 TESTS = {"python": "Python source", "prose": "English prose", "copy": "copying an earlier passage"}
 
 
@@ -53,14 +52,56 @@ def _cell(cell: dict | None) -> str:
     return f"{cell['top1']:.3f} ({low:.3f}-{high:.3f}), KL {cell['kl']:.4f}"
 
 
+def stream_table() -> str:
+    """Of the newest results of ``bench.real_text`` for each text, with the files' names."""
+    claims: dict[str, tuple[dict, str]] = {}
+    files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("real_text-*.json")]
+    for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
+        for row in file["rows"]:
+            claims[row["text"]] = file["claims"], name
+    order = [text for text in TESTS if text in claims]
+    lines = ["| | " + " | ".join(TESTS[text] for text in order) + " |", "|---" * (len(order) + 1) + "|"]
+
+    def line(label: str, form: str, *names: str) -> None:
+        cells = [form.format(*(claims[text][0][f"{name}_{text}"] for name in names)) for text in order]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+
+    for plan, label in (
+        ("keys", "`keys`"),
+        ("keys_append512", "`keys`, `append_block=512`"),
+        ("attention", "`attention`"),
+    ):
+        names = [f"{name}_4096_stream_{plan}" for name in ("recall", "recall_behind_sinks", "attended", "budget")]
+        line(f"recall, {label}", "{:.3f} ({:.3f}), {:.0f} of {:.0f} tokens", *names)
+    for measure, label in (("newest", "sinks and newest tokens"), ("best", "best list of a group")):
+        line(
+            f"recall, {label}",
+            "{:.3f} ({:.3f})",
+            *(f"{one}_4096_stream_keys" for one in (measure, f"{measure}_behind_sinks")),
+        )
+    for source in ("keys", "attention"):
+        names = [f"stream_ratio_{one}_{source}" for one in ("reached", "median", "least")]
+        line(f"modularity over cold, `{source}`", "{:.0%} of graphs, median {:.3f}, least {:.3f}", *names)
+        names = [f"mean_size_reached_{source}", f"connected_{source}"]
+        line(f"mean size, connected, `{source}`", "{:.0%}, {:.1%} of graphs", *names)
+    files_used = ", ".join(f"`{name}`" for name in dict.fromkeys(claims[text][1] for text in order))
+    return "\n".join([*lines, "", f"From {files_used}.", ""])
+
+
+SECTIONS = {"quality": table, "streams": stream_table}
+
+
 def with_table(text: str) -> str:
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1]
+    for name, made in SECTIONS.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, rest = text.split(begin)
+        text = head + begin + "\n" + made() + "\n" + end + rest.split(end)[1]
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the README's table is not that of the results")
+    parser.add_argument("--check", action="store_true", help="fail if the README's tables are not those of the results")
     arguments = parser.parse_args()
     text = README.read_text()
     if arguments.check:
