@@ -25,6 +25,11 @@ def causal(ids: np.ndarray) -> np.ndarray:
     return np.where(ids <= np.arange(ids.shape[1])[:, None], ids, -1).astype(np.int32)
 
 
+def ratio(reached: float, cold: float) -> float:
+    """reached / cold; where modularity is negative (graphs of hubs), above 1 is better too."""
+    return 1 + (reached - cold) / abs(cold)
+
+
 def stream_attention(
     name: str, ids: np.ndarray, alphas: np.ndarray, prompt: int, tokens: int, config: CommunityConfig
 ) -> dict:
@@ -58,7 +63,7 @@ def stream_attention(
     return {
         "graph": name, "prompt": prompt, "tokens": tokens, "repair_interval": config.repair_interval,
         "refresh_interval": config.refresh_interval, "gamma": partition.gamma, "modularity": reached,
-        "cold_modularity": best, "ratio": reached / best,
+        "cold_modularity": best, "ratio": ratio(reached, best),
         **{f"{kind}_cpu_s": float(np.median(values)) if values else None for kind, values in seconds.items()},
     }  # fmt: skip
 
@@ -109,7 +114,7 @@ def stream_keys(name: str, keys: torch.Tensor, prompt: int, tokens: int, config:
     return {
         "graph": name, "prompt": prompt, "tokens": tokens, "append_block": config.append_block,
         "block_size": config.block_size, "gamma": gamma, "modularity": values[0], "cold_modularity": values[1],
-        "ratio": values[0] / values[1],
+        "ratio": ratio(*values),
         "blocks": [tokens for tokens, _ in sequences[0].index.marks[0]],
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ A graph is listed where it misses: its ratio below 0.99, or its mean size furthe
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from bench import texts
 from bench.capture import SINKS, Captured, capture
-from bench.partition_stream import stream_attention, stream_keys
+from bench.partition_stream import ratio, stream_attention, stream_keys
 from bench.recall import NAMES, stream_recall
 from bench.results_file import write_results
 from ckv_compile.community.graph import key_graph
@@ -213,6 +214,21 @@ def captured_text(text: str, args: argparse.Namespace, progress: Progress) -> Ca
     return found
 
 
+def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, float]:
+    """One file of the rows of several, such as one for each text."""
+    files = [json.loads(path.read_text()) for path in paths]
+    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
+    rows = [row for file in files for row in file["rows"]]
+    for row in rows:
+        if row["part"] == "stream":
+            row["ratio"] = ratio(row["modularity"], row["cold_modularity"])
+    claims = claims_of(rows)
+    show(rows, console)
+    more = {"prompt": files[0]["prompt"], "missed": missed(rows), "runs": runs}
+    console.print(f"wrote {write_results('real_text', rows, claims, folder=out, label='smollm2', **more)}")
+    return claims
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", nargs="+", default=["python", "prose"], choices=("python", "prose"))
@@ -224,12 +240,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--every", type=int, default=32, help="steps from one that is measured to the next")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--captured", type=Path, help="folder to keep what was captured in, read when it exists")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, help="join the rows of earlier runs, with claims anew, instead"
+    )
     parser.add_argument("--out", type=Path, help="folder of the result file")
     args = parser.parse_args(argv)
     if args.prompt + args.tokens > texts.LENGTH:
         parser.error(f"--prompt and --tokens must be at most {texts.LENGTH} together, got {args.prompt + args.tokens}")
-    torch.set_num_threads(args.threads)
     console = Console()
+    if args.merge:
+        return merge(args.merge, args.out, console)
+    torch.set_num_threads(args.threads)
     rows: list[dict] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
