@@ -253,15 +253,16 @@ def test_many_numbers_of_new_tokens_stay_within_the_compilations_that_dynamo_all
     def story(module):
         cache = DynamicCache(config=model.config)
         logits = [step(module, tokens(32, 1), cache)]
-        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 3, 5, 1):
+        for count in (1, 2, 3, 4, 5, 9, 11, 3, 5, 1):
             logits.append(step(module, tokens(count, count), cache))
             cache.crop(-count // 2)
         return logits
 
     module = compiled(model)
-    assert_same_story(model, module, story)
-    explanation = ckv_compile.explain(module, show=False)
-    assert len(explanation.graphs) <= torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=6):
+        assert_same_story(model, module, story)
+        explanation = ckv_compile.explain(module, show=False)
+        assert len(explanation.graphs) <= 6
     assert "recompile_limit leaves no compilation" in str(explanation)
 
 
