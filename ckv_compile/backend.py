@@ -57,6 +57,7 @@ def communitykv(
     patches = inductor_patches(config, mode, inductor_options)
     record = report.GraphRecord(config)
     copied = graph_edit.copy_graph(gm)
+    graph_edit.inline_numbers(copied.graph)
     sites, refusals = find_sites(copied)
     record.names = [site.name for site in sites]
     record.refusals = [(refusal.name, refusal.reason) for refusal in refusals]
