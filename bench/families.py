@@ -1,6 +1,6 @@
 """Every family of decoder models in transformers, tiny and random, through the backend: matched, refused, or not built.
 
-    python -m bench.families [--families llama gpt2 ...] [--cache dynamic static] [--inductor]
+    python -m bench.families [--families llama gpt2 ...] [--cache dynamic static] [--inductor] [--update FILE]
 
 Each family generates a few tokens greedily, without and with left padding, and must give eager's tokens and logits: the
 whole context is inside the budget. "matched" means that every decode step ran the sparse operators; "refused" tells the
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,16 +70,27 @@ MAX_LAYERS = 4
 
 # What the table above cannot know of a family.
 OWN: dict[str, dict[str, Any]] = {
+    "axk1": {"num_key_value_heads": 4, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
         }
     },
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
     "dory": {"num_hidden_layers": 3},
-    "dots3_note_text": {"per_layer_config": {}},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
-    "qwen4_exp_text": {"indexer_budget": 64, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+    },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -87,12 +100,12 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 # Names whose default may be None although the family's code reads a number.
-NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts")
+NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok")
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one family. ``result``: matched, refused, wrong, crashed, eager fails, or not built."""
+    """What became of one family. ``result``: matched, refused, wrong, crashed, not done, eager fails, or not built."""
 
     family: str
     model: str
@@ -253,7 +266,7 @@ def in_own_process(family: str, caches: tuple[str, ...], *, inductor: bool, time
     try:
         if receiver.poll(timeout):
             return receiver.recv()
-        return Outcome(family, "", "crashed", f"not done after {timeout:.0f} s")
+        return Outcome(family, "", "not done", f"after {timeout:.0f} s")
     except EOFError:
         process.join()
         return Outcome(family, "", "crashed", f"its process ended with {process.exitcode}")
@@ -281,14 +294,17 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=families())
     parser.add_argument("--cache", nargs="*", default=["dynamic"], choices=["dynamic", "static"])
     parser.add_argument("--inductor", action="store_true", help="compile graphs instead of running them node by node")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one family")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one family")
+    parser.add_argument("--update", type=Path, help="an earlier result, whose rows of other families are kept")
     arguments = parser.parse_args()
     console = Console()
-    outcomes = []
+    earlier = json.loads(arguments.update.read_text())["rows"] if arguments.update else []
+    outcomes = [Outcome(**row) for row in earlier if row["family"] not in arguments.families]
     for family in track(arguments.families, console=console):
         outcome = in_own_process(family, tuple(arguments.cache), inductor=arguments.inductor, timeout=arguments.timeout)
         console.print(f"{outcome.family}: {outcome.result} {outcome.reason}", markup=False, highlight=False)
         outcomes.append(outcome)
+    outcomes.sort(key=lambda outcome: outcome.family)
     counts = collections.Counter(outcome.result for outcome in outcomes)
     path = write_results("families", [dataclasses.asdict(outcome) for outcome in outcomes], dict(counts))
     console.print(f"{dict(counts)}, written to {path}")
