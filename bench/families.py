@@ -56,12 +56,12 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["model_max_length", "context_length", "original_max_position_embeddings"], 256),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"], 2),
     **dict.fromkeys(["encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_blocks"], 2),
-    **dict.fromkeys(["num_layers_per_stack", "n_input_layers", "n_recurrent_layers", "n_output_layers"], 1),
     **dict.fromkeys(["sliding_window", "attention_window_size", "window_size", "sliding_window_size"], 8),
     **dict.fromkeys(["attention_chunk_size", "local_attention", "keep_window_size"], 8),
     **dict.fromkeys(["num_mem_blocks", "adapter_rank", "first_k_dense_replace", "num_dense_layers"], 1),
     **dict.fromkeys(["pronunciation_vocab_size", "shape_vocab_size"], 32),
-    "encoder_hash_byte_group_vocab": 64, "mamba_d_ssm": 128, "n_groups": 1, "o_groups": 2, "num_kv_shared_layers": 0, "index_topk": 64,
+    "encoder_hash_byte_group_vocab": 64, "mamba_d_ssm": 128, "n_groups": 1, "o_groups": 2, "num_kv_shared_layers": 0,
+    "index_topk": 64, "num_layers_per_stack": 2,
     "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1,
     "initializer_range": 0.2, "init_std": 0.2,
 }  # fmt: skip
@@ -78,10 +78,15 @@ OWN: dict[str, dict[str, Any]] = {
         }
     },
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
-    "dory": {"num_hidden_layers": 3},
+    "dory": {  # two entries for one layer
+        **dict.fromkeys(["n_input_layers", "n_recurrent_layers", "n_output_layers"], 2),
+        "num_hidden_layers": 6,
+        "layer_types": ["full_attention", "mlp"] * 3,
+    },
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
@@ -172,7 +177,9 @@ def tiny_random_model(family: str) -> torch.nn.Module:
     return model
 
 
-def sweep_family(family: str, caches: tuple[str, ...] = ("dynamic",)) -> Outcome:
+def sweep_family(
+    family: str, caches: tuple[str, ...] = ("dynamic",), paddings: tuple[bool, ...] = (False, True)
+) -> Outcome:
     """Generate with the family's tiny model, eagerly and compiled. Never raises."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -188,7 +195,7 @@ def sweep_family(family: str, caches: tuple[str, ...] = ("dynamic",)) -> Outcome
         outcome = Outcome(family, name, "matched", parameters=size, layers=layers)
         if not hasattr(model, "generate"):
             return dataclasses.replace(outcome, result="eager fails", reason="the model has no generate")
-        for cache, padded in itertools.product(caches, (False, True)):
+        for cache, padded in itertools.product(caches, paddings):
             try:
                 expected = _generate(model, cache, padded)
             except Exception as error:

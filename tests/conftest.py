@@ -21,4 +21,5 @@ def dispatch_state_is_left_as_it_was():
     if python_excluded:
         torch._C._dispatch_tls_set_dispatch_key_excluded("Python", False)
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert not python_excluded and after == excluded
+    assert not python_excluded
+    assert after == excluded

@@ -262,7 +262,7 @@ class _Quantized:
         ({"past_key_values": types.SimpleNamespace(offloading=True, layers=[])}, "an offloaded SimpleNamespace"),
         ({"past_key_values": types.SimpleNamespace(layers=[_Quantized()])}, "a quantized SimpleNamespace"),
     ],
-    ids=str,
+    ids=["offloaded", "offloaded_static", "quantized", "an offloaded cache", "a quantized cache"],
 )
 def test_caches_that_do_not_stay_in_place_are_refused(monkeypatch, model, arguments, said):
     monkeypatch.setattr(backend, "_compile", None)  # nothing is compiled

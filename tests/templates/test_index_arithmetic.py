@@ -30,9 +30,7 @@ def _assigned_in_64_bits(name: str, text: str) -> bool:
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_offsets_into_keys_and_values_have_64_bits(path):
     text = path.read_text()
-    narrow = [
-        match.group() for match in OFFSET.finditer(text) if not _is_wide(match.group(1), match.group(2), text)
-    ]
+    narrow = [match.group() for match in OFFSET.finditer(text) if not _is_wide(match.group(1), match.group(2), text)]
     assert not narrow
 
 
