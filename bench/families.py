@@ -254,20 +254,25 @@ def _text(error: BaseException) -> str:
 # ---------------------------------------------------------------------- all of them
 
 
-def _child(family: str, caches: tuple[str, ...], inductor: bool, results: Any) -> None:
+def prepare(*, inductor: bool) -> None:
+    """Do once what every family needs, so that the processes forked from here have it."""
+    import ckv_compile.backend
+
     torch.set_num_threads(1)
     if not inductor:
-        from ckv_compile import backend
+        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward  # type: ignore[assignment]
+    sweep_family("llama")
 
-        backend._compile = lambda gm, fakes, patches: gm.forward  # type: ignore[assignment]
+
+def _child(family: str, caches: tuple[str, ...], results: Any) -> None:
     results.send(sweep_family(family, caches))
 
 
-def in_own_process(family: str, caches: tuple[str, ...], *, inductor: bool, timeout: float) -> Outcome:
+def in_own_process(family: str, caches: tuple[str, ...], timeout: float) -> Outcome:
     """The outcome of a family; a process that dies or never ends is a crash of its family alone."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(family, caches, inductor, sender))
+    process = context.Process(target=_child, args=(family, caches, sender))
     process.start()
     sender.close()
     try:
@@ -294,7 +299,6 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import track
 
-    import ckv_compile.backend  # noqa: F401  # imported once, before the processes
     from bench.results_file import write_results
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -306,9 +310,10 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     earlier = json.loads(arguments.update.read_text())["rows"] if arguments.update else []
+    prepare(inductor=arguments.inductor)
     outcomes = [Outcome(**row) for row in earlier if row["family"] not in arguments.families]
     for family in track(arguments.families, console=console):
-        outcome = in_own_process(family, tuple(arguments.cache), inductor=arguments.inductor, timeout=arguments.timeout)
+        outcome = in_own_process(family, tuple(arguments.cache), arguments.timeout)
         console.print(f"{outcome.family}: {outcome.result} {outcome.reason}", markup=False, highlight=False)
         outcomes.append(outcome)
     outcomes.sort(key=lambda outcome: outcome.family)
