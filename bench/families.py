@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
         "indexer_budget": 64,
