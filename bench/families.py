@@ -98,11 +98,16 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
     },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "xmod": {"default_language": "en_XX"},
+    "youtu": {"num_key_value_heads": 4, "head_dim": 8},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "num_hidden_layers": 4,
         "attention_head_dim": 32,
+        "attention_hidden_size": 128,
     },
+    "zamba2": {"attention_head_dim": 32, "attention_hidden_size": 128},
     "zaya": {"num_experts_per_tok": 1},
 }
 # Names whose default may be None although the family's code reads a number.
