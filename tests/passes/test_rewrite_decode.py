@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -259,6 +260,16 @@ def counts(gm: torch.fx.GraphModule) -> dict[str, int]:
         found["sparse_attention"] += node.target in (ckv.sparse_attention.default, ckv.sparse_attention_edges.default)
         found["append_kv"] += node.target is ckv.append_kv.default
     return found
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_nothing_in_a_decode_step_draws_random_numbers(cache):
+    """A seed cannot be read while a CUDA graph is recorded."""
+    nodes = rewritten(turns("llama", cache)[DECODE], CommunityConfig(**EXACT)).gm.graph.nodes
+    assert not [node for node in nodes if re.search("rand|dropout|bernoulli|multinomial|exponential", str(node.target))]
+    ours = [node.target for node in nodes if getattr(node.target, "namespace", "") == "ckv"]
+    assert ours
+    assert not [operator for operator in ours if torch.Tag.nondeterministic_seeded in operator.tags]
 
 
 @pytest.mark.parametrize("graph", ["keys", "attention", "mixed"])
