@@ -41,11 +41,11 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
-# MATRIX=2.11-5.17 picks torch 2.11 with transformers 5.17.
 # The test suite compiles every kernel for one architecture and a part for the others; this, all for all.
 ahead-of-time: $(VENV)/test.stamp
 	AHEAD_OF_TIME=all $(BIN)/python -m pytest tests/templates/test_ahead_of_time.py
 
+# MATRIX=2.11-5.17 picks torch 2.11 with transformers 5.17.
 matrix:
 	PYTHON=$(PYTHON) .ci/matrix.sh $(MATRIX)
 
