@@ -25,7 +25,7 @@ from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
-from ckv_compile.index_layout import IndexShape, assigns_tokens
+from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
 from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
@@ -281,8 +281,7 @@ class Sequence:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the index grows block by block, rather than being partitioned as a whole."""
-        return self.config.graph == "keys" or self.config.policy != "communities"
+        return in_blocks(self.config)
 
     def offer_appended(self) -> None:
         """After a decode step: index what has gathered behind the index ("keys"), or refresh it."""

@@ -71,8 +71,7 @@ POINTERS = {
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OF_THE_CACHE = {
-    "QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "NEW_KEY", "CENTROID_MEAN", "SINK_LOGITS", "NEW_VALUE", "MEAN_VALUE",
-    "MEAN",
+    "QUERY", "KEY", "VALUE", "KEY_NEW", "VALUE_NEW", "NEW_KEY", "LOG_MEAN", "SINK_LOGITS", "NEW_VALUE", "MEAN_VALUE",
 }  # fmt: skip
 OF_THE_MODEL = {"INPUT", *(f"{kind}_{i}" for kind in ("WEIGHT", "BIAS") for i in range(4))}  # the others are int32
 
@@ -228,17 +227,17 @@ def kernels(architecture):
         yield f"D={dim} kappa={kappa} {dtype}", "key_neighbors", [], constants, "i32", dtype
         yield f"D={dim} {dtype}", "key_lengths", [], key_neighbors.length_constants(dim), "fp32", dtype
 
-    def published(dim, dtype, graphs=8, kept=False):
+    def published(dim, dtype, graphs=8):
         width = dim if graphs > 1 else 8 * dim
         shape = types.SimpleNamespace(graphs=graphs, kv_heads=8, head_dim=dim, centroid_dim=width)
         for use, output in (("squares", "fp32"), ("codes", "i8"), ("means", dtype)):
-            constants = publish.means_constants(shape, use, keep_means=kept and use == "codes", aligned=True)
+            constants = publish.means_constants(shape, use, aligned=True)
             yield f"{use} D={dim} {dtype} graphs={graphs}", "community_means", [], constants, output, dtype
 
     for labels in (False, True):
         yield f"labels={labels}", "place_communities", [], {**publish.place_constants(labels)}, "i32", "bf16"
     for dim, dtype, graphs in ((128, "bf16", 8), (256, "fp16", 8), (128, "bf16", 1), (80, "fp32", 8)):
-        yield from published(dim, dtype, graphs, kept=dim == 128)
+        yield from published(dim, dtype, graphs)
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
     yield "D=128 bf16", "append_kv", [], appended, "i32", "bf16"
     for dim in (64, 128, 256):
