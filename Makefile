@@ -1,4 +1,5 @@
 # make demo: a long document, a question, dense and through communities.   make test: the test suite.
+# make matrix: the end-to-end tests with every supported combination of torch, triton and transformers.
 # make bench: decode speed on a GPU.   make bench-small: do the speed benches run?   All set up .venv.
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEVICE ?= cpu
 
-.PHONY: demo test check bench bench-small clean
+.PHONY: demo test ahead-of-time check matrix bench bench-small clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,14 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+# The test suite compiles every kernel for one architecture and a part for the others; this, all for all.
+ahead-of-time: $(VENV)/test.stamp
+	AHEAD_OF_TIME=all $(BIN)/python -m pytest tests/templates/test_ahead_of_time.py
+
+# MATRIX=2.11-5.17 picks torch 2.11 with transformers 5.17.
+matrix:
+	PYTHON=$(PYTHON) .ci/matrix.sh $(MATRIX)
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.sparse_decode

@@ -228,7 +228,7 @@ class DecodeCache:
         """A function that brings length and index back to what they are now, or to an index that is empty."""
         index, length = self.sequence.index, self.sequence.length_device
         large = (
-            "centroid", "centroid_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
+            "centroid", "log_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
             "edge_weight", "candidate", "candidate_score", "candidate_rest", "candidate_norm", "new_key", "scores", "tally",
         )  # fmt: skip
         saved = {name: buffer.clone() for name, buffer in index.buffers.items() if name not in large}

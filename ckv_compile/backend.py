@@ -21,7 +21,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import ckv_compile
-from ckv_compile import generate, report
+from ckv_compile import generate, recompile_limit, report
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.group_projections import group_projections
@@ -53,9 +53,11 @@ def communitykv(
     """
     cuda_graphs.require_no_capture("the first call of a model or of a kind of cache, which compiles,")
     config, inductor_options = CommunityConfig.from_options(options)
+    recompile_limit.warn_at_the_last()
     patches = inductor_patches(config, mode, inductor_options)
     record = report.GraphRecord(config)
     copied = graph_edit.copy_graph(gm)
+    graph_edit.inline_numbers(copied.graph)
     sites, refusals = find_sites(copied)
     record.names = [site.name for site in sites]
     record.refusals = [(refusal.name, refusal.reason) for refusal in refusals]
@@ -324,3 +326,4 @@ def inductor_patches(config: CommunityConfig, mode: str | None, options: dict[st
 
 
 generate.install(communitykv)
+recompile_limit.install(communitykv)

@@ -63,6 +63,7 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
         from ckv_compile import report
 
         model = module._orig_mod
+        require_resident(model, kwargs)
         calls, broken = report.rewritten_calls(model), len(report.broken_steps(model))
         with (
             compiled_calls(module, every_thread=method.__name__ in THREADED_METHODS),
@@ -88,6 +89,45 @@ def _options(module: OptimizedModule) -> dict[str, Any]:
     callback = module.dynamo_ctx.callback
     wrapper = innermost_backend(callback) if callable(callback) else None
     return getattr(wrapper, "kwargs", {}).get("options") or {}
+
+
+# ---------------------------------------------------------------------- what must stay where it is
+
+UNCOMPILED = "or call generate of the model as it was before torch.compile"
+
+
+def require_resident(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError where keys, values or weights would leave the device between the steps of a generation.
+
+    kwargs: of ``generate``.
+    """
+    if any(_offloads(getattr(module, "_hf_hook", None)) for module in model.modules()):
+        raise ValueError(
+            "communitykv needs all weights on the device that computes; accelerate keeps some of this model's on the "
+            f"CPU or on disk (device_map, cpu_offload). Load it with a device_map of GPUs only, {UNCOMPILED}"
+        )
+    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
+    defaults = (getattr(config, "cache_implementation", None) for config in configs)
+    asked = kwargs.get("cache_implementation") or next(filter(None, defaults), None)
+    if isinstance(asked, str) and asked.startswith(("offloaded", "quantized")):
+        raise ValueError(
+            "communitykv needs keys and values on the device and in the model's dtype; cache_implementation must be "
+            f"'dynamic' or 'static', got {asked!r}. Leave it out, {UNCOMPILED}"
+        )
+    cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
+    offloaded = getattr(cache, "offloading", False)
+    if offloaded or any(hasattr(layer, "_quantize") for layer in getattr(cache, "layers", ())):
+        raise ValueError(
+            "communitykv needs keys and values on the device and in the model's dtype; past_key_values is "
+            f"{'an offloaded' if offloaded else 'a quantized'} {type(cache).__name__}. Pass a DynamicCache or a "
+            f"StaticCache, {UNCOMPILED}"
+        )
+
+
+def _offloads(hook: Any) -> bool:
+    """Whether a hook of accelerate's loads the weights of its module for each call."""
+    hooks = getattr(hook, "hooks", None) or (hook,)
+    return any(getattr(one, "offload", False) for one in hooks)
 
 
 # ---------------------------------------------------------------------- the stop check

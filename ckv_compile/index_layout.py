@@ -37,7 +37,8 @@ INDEX_STATE: dict[str, torch.dtype | None] = {
 }
 # further state of graphs that assign new tokens to communities (eq. 6-7)
 ASSIGN_STATE: dict[str, torch.dtype | None] = {
-    "centroid_mean": None,
+    "log_mean": None,
+    "mean_at": torch.int32,
     "label": torch.int32,
     "community_weight": torch.float32,
     "total_weight": torch.float32,
@@ -61,10 +62,15 @@ PER_COMMUNITY = (
     "size",
     "centroid",
     "centroid_scale",
-    "centroid_mean",
+    "mean_at",
     "community_weight",
     "mean_value",
 )
+
+
+def in_blocks(config: CommunityConfig) -> bool:
+    """Whether an index grows block by block, rather than being partitioned as a whole."""
+    return config.graph == "keys" or config.policy != "communities"
 
 
 def assigns_tokens(config: CommunityConfig) -> bool:
@@ -126,7 +132,7 @@ class IndexShape:
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
         log = 4 * config.refresh_interval if assigns_tokens(config) else 1
-        blocks = tokens // config.append_block + tokens // config.block_size + 2
+        blocks = tokens // config.append_block + tokens // config.block_size + 2 if in_blocks(config) else 0
         graphs = geometry.num_graphs(config.graph_aggregation)
         keys = config.graph == "keys"
         return cls(
@@ -156,17 +162,18 @@ class IndexShape:
             "total_weight": per_graph,
             "gamma": per_graph,
             "centroid": (*per_graph, self.communities, self.centroid_dim),
-            "centroid_mean": (*per_graph, self.communities, self.centroid_dim),
             "mean_value": (*per_graph, self.communities, self.centroid_dim),  # values are as wide as keys
             "centroid_scale": (*per_graph, self.communities),
             "channel_scale": (*per_graph, self.centroid_dim),
             "start": (*per_graph, self.communities),
             "stored": (*per_graph, self.communities),
             "size": (*per_graph, self.communities),
+            "mean_at": (*per_graph, self.communities),
             "community_weight": (*per_graph, self.communities),
             "member": (*per_graph, self.tokens),
             "label": (*per_graph, self.tokens),
             "log_community": (*per_graph, self.log),
+            "log_mean": (*per_graph, self.log, self.centroid_dim),
             "edge_neighbor": edges,
             "edge_weight": edges,
             "candidate": (*per_row, self.places, self.slots),

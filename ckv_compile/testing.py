@@ -62,7 +62,8 @@ class IndexState:
     centroid: Tensor
     centroid_scale: Tensor
     channel_scale: Tensor
-    centroid_mean: Tensor
+    log_mean: Tensor
+    mean_at: Tensor
     mean_value: Tensor
     start: Tensor
     stored: Tensor
@@ -112,7 +113,7 @@ def random_index(
     """Every token from first + num_sink_tokens to n_indexed in a random community, the last ``log_entries`` in the log.
 
     Communities lie apart in ``member`` in a random order, some may be empty, and whatever
-    is not in use holds garbage or NaN.
+    is not in use holds garbage or NaN. Every entry of the log has its community's mean.
     """
     generator, of_values = (torch.Generator().manual_seed(seed + i) for i in (0, 1000))
     room = communities_room or num_communities + 3
@@ -129,7 +130,8 @@ def random_index(
         centroid=torch.full((*shape, room, dim), 111, dtype=torch.int8),
         centroid_scale=garbage(*shape, room, dtype=torch.float32),
         channel_scale=torch.rand(*shape, dim, generator=generator) + 0.5,
-        centroid_mean=garbage(*shape, room, dim, dtype=dtype),
+        log_mean=garbage(*shape, log_room, dim, dtype=dtype),
+        mean_at=garbage(*shape, room),
         mean_value=garbage(*shape, room, dim, dtype=dtype),
         start=garbage(*shape, room),
         stored=garbage(*shape, room),
@@ -170,7 +172,9 @@ def random_index(
                 state.community_weight[at][:num_communities] = weight
                 state.total_weight[at] = weight.sum()
                 mean = torch.randn(num_communities, dim, generator=generator).to(dtype)
-                state.centroid_mean[at][:num_communities] = mean
+                for entry, community in enumerate(label[boundary - begin :].tolist()):
+                    state.log_mean[at][entry] = mean[community]
+                    state.mean_at[at][community] = entry
                 value = torch.randn(num_communities, dim, generator=of_values).to(dtype)
                 state.mean_value[at][:num_communities] = value
                 code, scale = torch.ops.ckv.encode_centroids(mean, state.channel_scale[at])
@@ -638,12 +642,18 @@ def assert_consistent_index(sequence: Any) -> None:
                 assert found == list(range(first, end)), f"layer {layer}, row {row}, graph {graph}"
                 assert index.size[at][: len(members)].tolist() == [len(community) for community in members]
                 full = [community for community, positions in enumerate(members) if positions]
-                mean = torch.stack(
-                    [key[row, graph * key.shape[1] // shape.graphs, members[community]].mean(0) for community in full]
-                )
+                keys = key[row, graph * key.shape[1] // shape.graphs]
+                mean = torch.stack([keys[members[community]].mean(0) for community in full])
                 step = index.centroid_scale[at][full, None] * index.channel_scale[at]
                 # Codes are rounded to the nearest, and running means are one rounding of the dtype away per token.
-                assert ((index.centroid[at][full] * step - mean).abs() <= 0.51 * step + 1e-4).all()
+                tolerance = 0.51 * step + 1e-4
+                for i, community in enumerate(full):
+                    positions, stored = members[community], int(index.stored[at][community])
+                    if 0 < stored < len(positions):  # what others joined is the mean that the published code stands for
+                        published = keys[positions[:stored]].mean(0)[None]
+                        scale = torch.ops.ckv.encode_centroids(published, index.channel_scale[at])[1]
+                        tolerance[i] += 0.51 * scale * index.channel_scale[at] * stored / len(positions)
+                assert ((index.centroid[at][full] * step - mean).abs() <= tolerance).all()
                 if "mean_value" in index.buffers:
                     value = sequence.values(layer)[row, graph * sequence.geometry.num_kv_heads // shape.graphs]
                     values = torch.stack([value[members[community]].mean(0) for community in full])
@@ -677,7 +687,7 @@ def assign_step(sequence: Any, neighbor: Tensor, weight: Tensor) -> None:
     for layer in range(shape.layers):
         index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
     state = (
-        "new_key", "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size",
+        "new_key", "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size",
         "num_communities", "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight",
         "edge_neighbor", "edge_weight", "gamma",
     )  # fmt: skip

@@ -31,6 +31,15 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def inline_numbers(graph: fx.Graph) -> None:
+    """Put numbers where dynamo read a float of the model's as an input (``dynamic=True``) but has specialised it since."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(value, torch.SymFloat) and value.node.expr.is_number:
+            node.replace_all_uses_with(float(value.node.expr))
+            graph.erase_node(node)
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

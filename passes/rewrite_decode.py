@@ -36,7 +36,7 @@ from ckv_compile.passes.rewrite_plan import (
 
 ckv = torch.ops.ckv
 ASSIGNED = (
-    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip

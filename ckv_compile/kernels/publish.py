@@ -81,7 +81,7 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
 
     def means(use: str, cache: Tensor, offset: Tensor, out: Tensor, number: int, parts: int, **more: Tensor) -> None:
         tensors = {name: place[name] for name in ("CAPACITY", "START", "STORED", "MEMBER")}
-        _kernel("community_means", **means_constants(shape, use, keep_means="MEAN" in more, aligned=aligned))(
+        _kernel("community_means", **means_constants(shape, use, aligned=aligned))(
             (parts, rows, number), {"ENTRIES": table, "KEY": cache, "OFFSET": offset, **tensors, **more}, out
         )
 
@@ -93,9 +93,8 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
         new = scales_of(mean_square).view(len(anew), *index.channel_scale.shape[1:])
         index.channel_scale.index_copy_(0, layer_of, new)
     parts = -(-int(entries[:, 1].max()) // COMMUNITIES)
-    kept = {"MEAN": index.centroid_mean} if "centroid_mean" in index.buffers else {}
     scales = {"CHANNEL_SCALE": index.channel_scale, "CENTROID_SCALE": index.centroid_scale}
-    means("codes", key, offset_of[0], index.centroid, len(writes), parts, **scales, **kept)
+    means("codes", key, offset_of[0], index.centroid, len(writes), parts, **scales)
     if len(offset_of) > 1:
         assert writes[0].value is not None, "an index that keeps mean values needs the values"
         means("means", writes[0].value, offset_of[1], index.mean_value, len(writes), parts)
@@ -105,10 +104,10 @@ def place_constants(labels: bool) -> dict[str, Any]:
     return {"BLOCK": BLOCK, "LABELS": labels, "num_warps": 4, "num_stages": 1}
 
 
-def means_constants(shape: Any, use: str, *, keep_means: bool, aligned: bool) -> dict[str, Any]:
+def means_constants(shape: Any, use: str, *, aligned: bool) -> dict[str, Any]:
     """use: "squares", "codes" or "means". aligned: whether K of every layer begins as 16 bytes do."""
     return {
-        "SQUARES": use == "squares", "CODES": use == "codes", "KEEP_MEANS": keep_means, "ALIGNED": aligned,
+        "SQUARES": use == "squares", "CODES": use == "codes", "ALIGNED": aligned,
         "GRAPHS": shape.graphs, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "WIDTH": shape.centroid_dim,
         "BLOCK_D": next_power_of_2(shape.centroid_dim), "ROWS": ROWS, "num_warps": 1 if shape.centroid_dim <= 256 else 4,
     }  # fmt: skip

@@ -35,17 +35,17 @@ def commit_configs() -> list[Config]:
 @register_lowering(_op, type_promotion_kind=None)
 def assign_tokens(
     new_neighbor: Any, new_weight: Any, new_key: Any, centroid: Any, centroid_scale: Any, channel_scale: Any,
-    centroid_mean: Any, start: Any, stored: Any, size: Any, num_communities: Any, n_indexed: Any, log_community: Any,
-    log_first: Any, label: Any, community_weight: Any, total_weight: Any, edge_neighbor: Any, edge_weight: Any,
-    gamma: Any, capacity: Any, length: Any, first: Any, num_layers: int, num_kv_heads: int, head_dim: int,
-    num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float, new_value: Any | None = None,
-    mean_value: Any | None = None,
+    log_mean: Any, mean_at: Any, start: Any, stored: Any, size: Any, num_communities: Any, n_indexed: Any,
+    log_community: Any, log_first: Any, label: Any, community_weight: Any, total_weight: Any, edge_neighbor: Any,
+    edge_weight: Any, gamma: Any, capacity: Any, length: Any, first: Any, num_layers: int, num_kv_heads: int,
+    head_dim: int, num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float,
+    new_value: Any | None = None, mean_value: Any | None = None,
 ) -> None:  # fmt: skip
     device = new_neighbor.get_device()
     if device.type != "cuda":
         return fallback_handler(_op)(
-            new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, centroid_mean, start, stored,
-            size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
+            new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, log_mean, mean_at, start,
+            stored, size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
             edge_neighbor, edge_weight, gamma, capacity, length, first, num_layers, num_kv_heads, head_dim, num_lists,
             kappa, num_graphs, num_sink_tokens, lam, new_value, mean_value,
         )  # fmt: skip
@@ -66,8 +66,8 @@ def assign_tokens(
         [*edges, community, increment, sums], plans, plan_configs(plans),
     )  # fmt: skip
     state = fixed(
-        centroid, centroid_scale, centroid_mean, start, stored, size, num_communities, n_indexed, log_community, label,
-        community_weight, total_weight,
+        centroid, centroid_scale, log_mean, mean_at, start, stored, size, num_communities, n_indexed, log_community,
+        label, community_weight, total_weight,
     )  # fmt: skip
     read = [*fixed(planned), community, increment, sums, *fixed(new_key, channel_scale, log_first, capacity, length)]
     commits = commit_constants(num_layers, batch, num_graphs, num_kv_heads, head_dim, entries)

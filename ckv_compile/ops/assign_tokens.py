@@ -65,7 +65,8 @@ def _assign_tokens(
     centroid: Tensor,
     centroid_scale: Tensor,
     channel_scale: Tensor,
-    centroid_mean: Tensor,
+    log_mean: Tensor,
+    mean_at: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -104,7 +105,8 @@ def _assign_tokens(
         centroid,
         centroid_scale,
         channel_scale,
-        centroid_mean,
+        log_mean,
+        mean_at,
         start,
         stored,
         size,
@@ -135,7 +137,8 @@ def _assign_tokens_fake(
     centroid: Tensor,
     centroid_scale: Tensor,
     channel_scale: Tensor,
-    centroid_mean: Tensor,
+    log_mean: Tensor,
+    mean_at: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -169,7 +172,7 @@ def _assign_tokens_fake(
 
 register_op(
     "assign_tokens(Tensor new_neighbor, Tensor new_weight, Tensor new_key, Tensor(a!) centroid, "
-    "Tensor(m!) centroid_scale, Tensor channel_scale, Tensor(n!) centroid_mean, "
+    "Tensor(m!) centroid_scale, Tensor channel_scale, Tensor(n!) log_mean, Tensor(p!) mean_at, "
     "Tensor(b!) start, Tensor(c!) stored, Tensor(d!) size, Tensor(e!) num_communities, Tensor(f!) n_indexed, "
     "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
     "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ckv_compile.reference.encode_centroids import encode_centroids
+from ckv_compile.reference.encode_centroids import decode_centroids, encode_centroids
 from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
 
 
@@ -28,7 +28,8 @@ def assign_tokens(
     centroid: Tensor,
     centroid_scale: Tensor,
     channel_scale: Tensor,
-    centroid_mean: Tensor,
+    log_mean: Tensor,
+    mean_at: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -65,8 +66,8 @@ def assign_tokens(
     batch = first.shape[0]
     lists = (batch, num_lists, kappa)
     state = (
-        centroid, centroid_scale, channel_scale, centroid_mean, start, stored, size, num_communities, n_indexed,
-        log_community, log_first, label, community_weight, total_weight, edge_neighbor, edge_weight, gamma,
+        centroid, centroid_scale, channel_scale, log_mean, mean_at, start, stored, size, num_communities,
+        n_indexed, log_community, log_first, label, community_weight, total_weight, edge_neighbor, edge_weight, gamma,
     )  # fmt: skip
     for layer in range(num_layers):
         assign_token(
@@ -86,7 +87,8 @@ def assign_token(
     centroid: Tensor,
     centroid_scale: Tensor,
     channel_scale: Tensor,
-    centroid_mean: Tensor,
+    log_mean: Tensor,
+    mean_at: Tensor,
     start: Tensor,
     stored: Tensor,
     size: Tensor,
@@ -117,15 +119,22 @@ def assign_token(
     weights that are not positive and finite are skipped. key_new: [B, Hkv, D].
     State is flat and int32 unless said otherwise; all but log_first, channel_scale, gamma and capacity is mutated:
     centroid int8 [L, B, G, C, D] and centroid_scale float32 [L, B, G, C] (see ``encode_centroids``; channel_scale
-    float32 [L, B, G, D] is read), centroid_mean [L, B, G, C, D] (key dtype), mean_value like it where it is kept, with
-    new_value [B, Hkv, D] for the values what key_new is for the keys; start, stored, size [L, B, G, C];
+    float32 [L, B, G, D] is read), log_mean [L, B, G, E, D] (key dtype), mean_at, start, stored, size [L, B, G, C];
     num_communities [L, B, G]; n_indexed and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N];
     community_weight [L, B, G, C], total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32)
-    [L, B, H, E, kappa].
+    [L, B, H, E, kappa]; mean_value [L, B, G, C, D] where it is kept, for the values, of which new_value [B, Hkv, D] are
+    what key_new is of the keys.
     The edges are kept wherever slot length - log_first exists, for the next partition. The rest of a row changes only
     if every token before this one is indexed, the token is no sink, the log and the labels have room, and every graph
     that needs a new community has room for one. Otherwise the token stays in the tail.
     As in the graph of the prefill, a token's tie with itself is left out (eq. 3 has it), a deviation.
+
+    Mean keys are kept only of communities that have gained members since they were published, which are no more than
+    the log has entries. log_mean[e] is the mean of the community that the token of entry e joined, with that token;
+    mean_at is the newest such entry of a community and counts only where size > stored. Where nobody has joined, the
+    old mean is what the centroid decodes to: an entry is half a step, centroid_scale * channel_scale, off at most. This
+    happens once between two publications and weighs as much as the stored members do, so it shrinks with every
+    member that joins and never adds up.
     """
     position = int(length)
     batch, lists, kappa = neighbor.shape
@@ -161,7 +170,8 @@ def assign_token(
     if new_value is not None and mean_value is not None:
         values = _of_graphs(new_value, num_graphs)
         mean_values = layer_state(mean_value, layer, (*communities, values.shape[2]), "mean_value")
-    means = layer_state(centroid_mean, layer, (*communities, keys.shape[2]), "centroid_mean")
+    means = layer_state(log_mean, layer, (*graphs, max_log, keys.shape[2]), "log_mean")
+    newest = layer_state(mean_at, layer, communities, "mean_at")
     codes = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
     scales = layer_state(centroid_scale, layer, communities, "centroid_scale")
     channels = layer_state(channel_scale, layer, (*graphs, keys.shape[2]), "channel_scale")
@@ -201,23 +211,28 @@ def assign_token(
             continue
         for graph, plan in enumerate(plans):
             chosen = plan.community
+            at = (row, graph, chosen)
             if plan.is_new:
                 number[row, graph] += 1
-                starts_of[row, graph, chosen] = 0
-                stored_of[row, graph, chosen] = 0
-                sizes[row, graph, chosen] = 0
-                weights[row, graph, chosen] = 0
-                means[row, graph, chosen] = 0
+                starts_of[at] = 0
+                stored_of[at] = 0
+                sizes[at] = 0
+                weights[at] = 0
                 if values is not None:
-                    mean_values[row, graph, chosen] = 0
-            sizes[row, graph, chosen] += 1
-            mean = _moved(means[row, graph, chosen], keys[row, graph], sizes[row, graph, chosen])
-            means[row, graph, chosen] = mean
+                    mean_values[at] = 0
+            if sizes[at] == 0:
+                old = keys[row, graph]
+            elif sizes[at] > stored_of[at]:
+                old = means[row, graph, int(newest[at])]
+            else:
+                old = decode_centroids(codes[at][None], scales[at][None], channels[row, graph])[0]
+            sizes[at] += 1
+            mean = _moved(old, keys[row, graph], sizes[at])
+            means[row, graph, slot], newest[at] = mean, slot
             if values is not None:
-                moved = _moved(mean_values[row, graph, chosen], values[row, graph], sizes[row, graph, chosen])
-                mean_values[row, graph, chosen] = moved
+                mean_values[at] = _moved(mean_values[at], values[row, graph], sizes[at])
             code, scale = encode_centroids(mean[None], channels[row, graph])
-            codes[row, graph, chosen], scales[row, graph, chosen] = code[0], scale[0]
+            codes[at], scales[at] = code[0], scale[0]
             for community, increment in plan.community_increments.items():
                 weights[row, graph, community] += increment
             totals[row, graph] += plan.total_increment
@@ -232,9 +247,9 @@ def _of_graphs(new: Tensor, num_graphs: int) -> Tensor:
 
 
 def _moved(mean: Tensor, new: Tensor, count: Tensor) -> Tensor:
-    """The mean of ``count`` vectors, the last of which is ``new``; ``mean`` is that of the others."""
-    wide = mean.to(accumulate_dtype(mean.dtype))
-    return (wide + (new.to(wide.dtype) - wide) / count).to(mean.dtype)
+    """The mean of ``count`` vectors, the last of which is ``new``; ``mean`` is that of the others, if there are any."""
+    wide = mean.to(accumulate_dtype(new.dtype))
+    return (wide + (new.to(wide.dtype) - wide) / count).to(new.dtype)
 
 
 def _choose(

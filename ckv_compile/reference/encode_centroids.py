@@ -17,3 +17,8 @@ def encode_centroids(mean: Tensor, channel_scale: Tensor) -> tuple[Tensor, Tenso
     scale = even.abs().amax(-1) / 127
     code = (even / torch.where(scale > 0, scale, 1.0)[..., None]).round_().clamp_(-127, 127)
     return code.to(torch.int8), scale
+
+
+def decode_centroids(code: Tensor, scale: Tensor, channel_scale: Tensor) -> Tensor:
+    """The means that ``encode_centroids`` gave codes, in float32: each entry to half a step, scale * channel_scale."""
+    return code.float() * scale[..., None] * channel_scale[..., None, :]

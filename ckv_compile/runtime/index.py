@@ -14,6 +14,7 @@ import torch
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.reference.encode_centroids import decode_centroids
 from ckv_compile.runtime.statistics import LayerPartition
 from ckv_compile.runtime.transfer import to_device
 
@@ -84,7 +85,10 @@ class CommunityIndex:
                 self.begin_log(length, layer)
 
     def begin_log(self, position: int, layer: int | None = None) -> None:
-        """Decode steps log the tokens from here on, in one layer or in all."""
+        """Decode steps log the tokens from here on, in one layer or in all.
+
+        Means in the log are lost, so no step may assign a token before ``size`` is ``stored`` again.
+        """
         layers = range(self.shape.layers) if layer is None else [layer]
         (self.log_first if layer is None else self.log_first[layer]).fill_(position)
         for one in layers:
@@ -271,16 +275,17 @@ class CommunityIndex:
         code, scale = torch.ops.ckv.encode_centroids(mean, self.channel_scale[layer][place[:2]])
         self.centroid[layer][place].copy_(code)
         self.centroid_scale[layer][place].copy_(scale)
-        if "centroid_mean" in self.buffers:
-            self.centroid_mean[layer][place].copy_(mean)
 
     def scatter_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
         """Mean keys ``[c, D]`` of the communities at ``place`` of the layer: int64 row, graph and community, each [c]."""
         code, scale = torch.ops.ckv.encode_centroids(mean[:, None], self.channel_scale[layer][place[:2]])
         self.centroid[layer].index_put_(place, code[:, 0])
         self.centroid_scale[layer].index_put_(place, scale[:, 0])
-        if "centroid_mean" in self.buffers:
-            self.centroid_mean[layer].index_put_(place, mean)
+
+    def gather_centroids(self, layer: int, place: tuple) -> torch.Tensor:
+        """What the centroids at ``place``, as for ``scatter_centroids``, decode to: float32 ``[c, D]``."""
+        code, scale = self.centroid[layer][place], self.centroid_scale[layer][place]
+        return decode_centroids(code[:, None], scale[:, None], self.channel_scale[layer][place[:2]])[:, 0]
 
     def _device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

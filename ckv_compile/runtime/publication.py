@@ -119,33 +119,41 @@ def _assign_meanwhile(
 
 
 def _join_centroids(sequence: Sequence, layer: int, stop: int, joined: np.ndarray, upto: int) -> None:
-    """Means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m]."""
+    """Means and sizes of the communities that tokens ``stop ...`` joined; ``joined`` [B, G, m].
+
+    The partition was just published: entry 0 of the log is that of token ``stop``, and nobody has joined before.
+    """
     index, (batch, graphs, new) = sequence.index, joined.shape
     key, value = _cached(sequence, layer)
     used = index.used[layer]
-    for name in ("start", "stored", "size", "centroid_mean", "mean_value"):
+    for name in ("start", "stored", "size", "centroid_scale", "mean_value"):
         if name in index.buffers:
             index.buffers[name][layer, :, :, used:upto].zero_()
     graph_of = np.arange(batch * graphs).reshape(batch, graphs, 1)
     flat = (graph_of * index.shape.communities + joined).reshape(-1)
     communities, which, count = np.unique(flat, return_inverse=True, return_counts=True)
     graph_of, community = np.divmod(communities, index.shape.communities)
+    last = np.zeros(len(communities), np.int64)  # of the entries of the log
+    np.maximum.at(last, which.reshape(-1), np.tile(np.arange(new), batch * graphs))
     place = tuple(to_device(one, index.device) for one in (graph_of // graphs, graph_of % graphs, community))
+    entry = to_device(last, index.device)
     # A matrix product adds in a fixed order; atomics would not.
     member = to_device((which.reshape(-1) == np.arange(len(communities))[:, None]).astype(np.float32), index.device)
     joins = to_device(count.astype(np.int32), index.device)
     before = index.size[layer][place]
     after = before + joins
 
-    def mean_of(means: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def mean_of(old: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         own = cache[:, :, stop : stop + new]
         # One graph over several heads holds theirs side by side.
         own = own.transpose(1, 2).flatten(2) if graphs == 1 else own.repeat_interleave(graphs // cache.shape[1], 1)
-        total = means[layer][place].float() * before[:, None] + member @ own.reshape(-1, own.shape[-1]).float()
-        return (total / after[:, None]).to(means.dtype)
+        total = old.float() * before[:, None] + member @ own.reshape(-1, own.shape[-1]).float()
+        return (total / after[:, None]).to(index.dtype)
 
-    mean = mean_of(index.centroid_mean, key)
+    mean = mean_of(index.gather_centroids(layer, place), key)
+    index.log_mean[layer].index_put_((*place[:2], entry), mean)
+    index.mean_at[layer].index_put_(place, entry.int())
     if value is not None:
-        index.mean_value[layer].index_put_(place, mean_of(index.mean_value, value))
+        index.mean_value[layer].index_put_(place, mean_of(index.mean_value[layer][place], value))
     index.size[layer].index_put_(place, after)
     index.scatter_centroids(layer, place, mean)

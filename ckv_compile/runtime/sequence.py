@@ -25,10 +25,11 @@ from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
-from ckv_compile.index_layout import IndexShape, assigns_tokens
+from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
 from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
+from ckv_compile.runtime.layer_edges import LayerEdges
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
 from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
@@ -51,41 +52,6 @@ class Finished:
     errors: list[str]
     joins: bool = False  # blocks that are published already
     edges: jobs.EdgePiece | None = None  # all of positions 0 .. stop - 1, in one piece
-
-
-@dataclasses.dataclass
-class LayerEdges:
-    """Edges of one layer so far ("attention", "mixed"), and the partition that the last of them are missing in."""
-
-    pieces: list[jobs.EdgePiece] = dataclasses.field(default_factory=list)
-    tokens: int = 0
-    kept: list[list] | None = None  # the published partition, with its graphs; None where pages stand in
-
-    def append(self, piece: jobs.EdgePiece) -> None:
-        self.pieces.append(piece)
-        self.tokens += piece.tokens
-
-    def since(self, token: int) -> list[jobs.EdgePiece] | None:
-        """The pieces from a token on; None where none begins with it."""
-        start = self.tokens
-        for place in range(len(self.pieces) - 1, -1, -1):
-            start -= self.pieces[place].tokens
-            if start == token:
-                return self.pieces[place:]
-        return None
-
-    def join(self, piece: jobs.EdgePiece) -> None:
-        """Put one piece in the place of those that cover its tokens."""
-        self.pieces = [piece, *(self.since(piece.tokens) or [])]
-
-    def truncate(self, length: int) -> None:
-        if self.kept is not None and len(self.kept[0][0].labels) > length:
-            self.kept = None
-        while self.tokens > length:
-            last = self.pieces.pop()
-            self.tokens -= last.tokens
-            if self.tokens < length:
-                self.append(last.first(length - self.tokens))
 
 
 class Sequence:
@@ -281,8 +247,7 @@ class Sequence:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the index grows block by block, rather than being partitioned as a whole."""
-        return self.config.graph == "keys" or self.config.policy != "communities"
+        return in_blocks(self.config)
 
     def offer_appended(self) -> None:
         """After a decode step: index what has gathered behind the index ("keys"), or refresh it."""

@@ -115,9 +115,10 @@ def test_a_cache_forked_by_reference_is_copied_not_overwritten(interpreted, mode
     assert ckv_compile.explain(module, show=False).caches_adopted >= 1
 
 
-def test_a_deep_copied_prefix_is_indexed_from_its_keys(interpreted, model):
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_deep_copied_prefix_is_indexed_from_its_keys(interpreted, model, cache_class):
     def story(module):
-        prefix = DynamicCache(config=model.config)
+        prefix = cache_class(config=model.config, **({"max_cache_len": 64} if cache_class is StaticCache else {}))
         logits = [step(module, tokens(40, 1), prefix)]
         for seed in range(2):
             cache = copy.deepcopy(prefix)
@@ -253,15 +254,16 @@ def test_many_numbers_of_new_tokens_stay_within_the_compilations_that_dynamo_all
     def story(module):
         cache = DynamicCache(config=model.config)
         logits = [step(module, tokens(32, 1), cache)]
-        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 3, 5, 1):
+        for count in (1, 2, 3, 4, 5, 9, 11, 3, 5, 1):
             logits.append(step(module, tokens(count, count), cache))
             cache.crop(-count // 2)
         return logits
 
     module = compiled(model)
-    assert_same_story(model, module, story)
-    explanation = ckv_compile.explain(module, show=False)
-    assert len(explanation.graphs) <= torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=6):
+        assert_same_story(model, module, story)
+        explanation = ckv_compile.explain(module, show=False)
+        assert len(explanation.graphs) <= 6
     assert "recompile_limit leaves no compilation" in str(explanation)
 
 
@@ -305,8 +307,9 @@ def test_a_mask_with_holes_is_dense_never_wrong(interpreted, model):
     assert any("not left padding" in reason for reason in reasons)
 
 
-def test_a_static_cache_used_again_for_another_prompt_forgets_the_first(interpreted, model):
-    cache = StaticCache(config=model.config, max_cache_len=64)
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_cache_that_was_reset_forgets_its_first_prompt(interpreted, model, cache_class):
+    cache = cache_class(config=model.config, **({"max_cache_len": 64} if cache_class is StaticCache else {}))
 
     def story(module):
         logits = []

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -7,11 +8,11 @@ from ckv_compile.testing import nominal_state, random_index
 assign_tokens = torch.ops.ckv.assign_tokens
 SINKS, LAYER, KAPPA = 4, 1, 5
 MUTATED = (
-    "centroid", "centroid_scale", "centroid_mean", "start", "stored", "size", "num_communities", "n_indexed",
-    "log_community", "label", "community_weight", "total_weight",
+    "centroid", "centroid_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
+    "n_indexed", "log_community", "label", "community_weight", "total_weight",
 )  # fmt: skip
 STATE = (
-    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
@@ -84,6 +85,13 @@ def oracle_graph(neighbor, weight, index, first, row, graph, lam, length=40):
     return (best if best is not None and gains[best] > 0 else None), w, gains
 
 
+def mean_of(index, at, community):
+    """The mean key that a graph's next token of this community moves: its keys', as far as they are known."""
+    if index.size[at][community] > index.stored[at][community]:
+        return index.log_mean[at][index.mean_at[at][community]]
+    return index.centroid[at][community] * index.centroid_scale[at][community] * index.channel_scale[at]
+
+
 def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
     before = index.clone()
     run(neighbor, weight, key_new, index, first, length, lam)
@@ -109,10 +117,11 @@ def check(neighbor, weight, key_new, index, first, lam=0.5, length=40):
                 if index.num_communities.shape[2] == 1
                 else (key_new[row, graph * key_new.shape[1] // index.num_communities.shape[2], 0])
             )
-            old = before.centroid_mean[at][community].nan_to_num()
-            torch.testing.assert_close(after.centroid_mean[at][community], (old * old_size + keys) / (old_size + 1))
-            mean = after.centroid_mean[at][community][None]
-            code, scale = torch.ops.ckv.encode_centroids(mean, after.channel_scale[at])
+            old = 0 if best is None else mean_of(before, at, community)
+            assert after.mean_at[at][community] == slot
+            mean = after.log_mean[at][slot]
+            torch.testing.assert_close(mean, (old * old_size + keys) / (old_size + 1))
+            code, scale = torch.ops.ckv.encode_centroids(mean[None], after.channel_scale[at])
             assert torch.equal(after.centroid[at][community], code[0])
             assert after.centroid_scale[at][community] == scale[0]
             weights = before.community_weight[at].double().clone()
@@ -245,6 +254,42 @@ def test_a_run_of_tokens_keeps_sizes_and_weights_consistent():
         torch.testing.assert_close(total, index.total_weight[at][graph])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_means_stay_within_part_of_half_a_step_of_those_of_all_keys(seed):
+    """What is lost when a published mean is decoded counts less with every member that joins."""
+    tokens, stored = 40, 60
+    neighbor, weight, key_new, index, first = case(
+        first=(0,), n_indexed=(tokens,), log_room=stored, communities_room=70, tokens_room=110, log_entries=0, seed=seed
+    )
+    keys = {  # of the stored members, in float64; the codes are of their means
+        (graph, c): torch.randn(int(index.size[LAYER, 0, graph, c]), 5, dtype=torch.float64) + 1
+        for graph in range(2)
+        for c in range(8)
+    }
+    for (graph, c), own in keys.items():
+        at, mean = (LAYER, 0, graph), own.mean(0).nan_to_num()[None].float()
+        code, scale = torch.ops.ckv.encode_centroids(mean, index.channel_scale[at])
+        index.centroid[at][c], index.centroid_scale[at][c] = code[0], scale[0]
+    half = index.centroid_scale[LAYER, 0, :, :, None] * index.channel_scale[LAYER, 0, :, None] / 2
+    joined = torch.zeros(2, 70, dtype=torch.long)
+    index.gamma.fill_(1e-3)  # so that communities grow
+    for length in range(tokens, tokens + stored):
+        neighbor = torch.randint(4, length + 1, neighbor.shape, dtype=torch.int32)
+        key_new = torch.randn_like(key_new)
+        run(neighbor, torch.rand_like(weight), key_new, index, first, length)
+        for graph in range(2):
+            at = (LAYER, 0, graph)
+            c = int(index.label[at][length])
+            joined[graph, c] += 1
+            own = keys.get((graph, c), torch.empty(0, 5, dtype=torch.float64))
+            own = keys[graph, c] = torch.cat([own, key_new[0, graph].double()])
+            error = (mean_of(index, at, c).double() - own.mean(0)).abs()
+            part = 1 - int(joined[graph, c]) / len(own)
+            assert (error <= (half[graph, c].double() * part if part else 0) + 1e-5).all()
+    assert joined.max() > 10
+    assert index.n_indexed[LAYER, 0] == tokens + stored
+
+
 def test_low_precision_centroid_moves_by_one_rounding():
     neighbor, weight, key_new, index, first = case(dtype=torch.bfloat16)
     before = index.clone()
@@ -254,9 +299,9 @@ def test_low_precision_centroid_moves_by_one_rounding():
             at = (LAYER, row, graph)
             c = int(index.label[at][40])
             size = int(index.size[at][c])
-            old = before.centroid_mean[at][c].double().nan_to_num()
+            old = 0.0 if size == 1 else mean_of(before, at, c).double()
             want = (old * (size - 1) + key_new[row, graph, 0].bfloat16().double()) / size
-            error = (index.centroid_mean[at][c].double() - want).abs()
+            error = (mean_of(index, at, c).double() - want).abs()
             assert (error <= torch.finfo(torch.bfloat16).eps * want.abs() + 1e-6).all()
 
 
@@ -296,7 +341,9 @@ def test_opcheck():
 def test_mean_values_move_like_mean_keys(heads, graphs):
     """With the keys' means and keys in their place, they end the same, and nothing else ends otherwise."""
     neighbor, weight, key_new, index, first = case(heads, graphs, 18)
-    index.mean_value.copy_(index.centroid_mean)
+    for row, graph, community in np.ndindex(2, graphs, 8):
+        at = (LAYER, row, graph)
+        index.mean_value[at][community] = mean_of(index, at, community)
     other = index.clone()
     run(neighbor, weight, key_new, other, first)
     new_value = torch.stack([torch.full_like(key_new[:, :, 0], torch.nan), key_new[:, :, 0]])
@@ -309,7 +356,10 @@ def test_mean_values_move_like_mean_keys(heads, graphs):
         new_value=nominal_state(new_value),
         mean_value=index.nominal("mean_value"),
     )
-    assert torch.equal(index.mean_value.nan_to_num(), index.centroid_mean.nan_to_num())
+    for row, graph in np.ndindex(2, graphs):
+        at = (LAYER, row, graph)
+        community = int(index.label[at][40])
+        torch.testing.assert_close(index.mean_value[at][community], mean_of(index, at, community))
     assert not torch.equal(index.mean_value.nan_to_num(), other.mean_value.nan_to_num())
     for name in STATE:
         assert torch.equal(getattr(index, name).nan_to_num(), getattr(other, name).nan_to_num()), name

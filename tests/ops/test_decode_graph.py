@@ -45,7 +45,7 @@ def decode(query, key_new, value_new, length, first, caches, **state):
     edges = ckv.pick_edges(*kept, first, LAYERS, KV_HEADS, HEADS, BUDGET, SINKS, KAPPA, "attention")
     ckv.assign_tokens(
         *edges, s["new_key"], s["centroid"], s["centroid_scale"], s["channel_scale"],
-        s["centroid_mean"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
+        s["log_mean"], s["mean_at"], s["start"], s["stored"], s["size"], s["num_communities"], s["n_indexed"],
         s["log_community"], s["log_first"], s["label"], s["community_weight"], s["total_weight"], s["edge_neighbor"],
         s["edge_weight"], s["gamma"], s["capacity"], length, first, LAYERS, KV_HEADS, DIM, HEADS, KAPPA, KV_HEADS, SINKS,
         0.5,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -122,11 +123,11 @@ decode, static cache; past K and V are inputs, K and V are not outputs
 ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
-    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
-    [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
-    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score
-    float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1];
-    ckv_mean_value float32 [1]; ckv_new_value float32 [1]
+    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_log_mean float32 [1]; ckv_mean_at int32 [1];
+    ckv_label int32 [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32
+    [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1];
+    ckv_candidate_score float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key
+    float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
     slots=2048) -> [0] -> retrieve, [1] -> retrieve
@@ -146,10 +147,11 @@ pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate
     num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
     -> assign_tokens, [1] -> assign_tokens
 assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
-    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
-    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
-    ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
-    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value, ckv_mean_value)""",
+    ckv_log_mean, ckv_mean_at, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value,
+    ckv_mean_value)""",
     )
 
 
@@ -162,10 +164,10 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
     [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
     [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
-    ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32 [1];
-    ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1]; ckv_edge_neighbor
-    int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score float32 [1];
-    ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
+    ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_log_mean float32 [1]; ckv_mean_at int32 [1]; ckv_label
+    int32 [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
+    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score
+    float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
@@ -183,10 +185,10 @@ pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate
     num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
     -> assign_tokens, [1] -> assign_tokens
 assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
-    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
-    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
-    ckv_gamma, ckv_capacity_*, ckv_length, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
-    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)
+    ckv_log_mean, ckv_mean_at, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, ckv_length, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)
 ckv_length.add_(1)""",
     )
 
@@ -220,10 +222,11 @@ decode, static cache; past K and V are inputs, K and V are not outputs
 ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1];
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
-    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_centroid_mean float32 [1]; ckv_label int32
-    [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32 [1];
-    ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1]; ckv_candidate_score
-    float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
+    int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_log_mean float32 [1]; ckv_mean_at int32 [1];
+    ckv_label int32 [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32
+    [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1];
+    ckv_candidate_score float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key
+    float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
     ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
     slots=2048) -> [0] -> retrieve, [1] -> retrieve
@@ -239,10 +242,10 @@ pick_edges(ckv_candidate, ckv_candidate_score, ckv_candidate_rest, ckv_candidate
     num_layers=*, num_places=2, num_lists=4, budget=64, num_sink_tokens=1, kappa=8, source='attention') -> [0]
     -> assign_tokens, [1] -> assign_tokens
 assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centroid_scale, ckv_channel_scale,
-    ckv_centroid_mean, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_log_community,
-    ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor, ckv_edge_weight,
-    ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2, head_dim=16, num_lists=4,
-    kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
+    ckv_log_mean, ckv_mean_at, ckv_start, ckv_stored, ckv_size, ckv_num_communities, ckv_n_indexed,
+    ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
+    ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
+    head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5)""",
     )
 
 
@@ -259,6 +262,16 @@ def counts(gm: torch.fx.GraphModule) -> dict[str, int]:
         found["sparse_attention"] += node.target in (ckv.sparse_attention.default, ckv.sparse_attention_edges.default)
         found["append_kv"] += node.target is ckv.append_kv.default
     return found
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_nothing_in_a_decode_step_draws_random_numbers(cache):
+    """A seed cannot be read while a CUDA graph is recorded."""
+    nodes = rewritten(turns("llama", cache)[DECODE], CommunityConfig(**EXACT)).gm.graph.nodes
+    assert not [node for node in nodes if re.search("rand|dropout|bernoulli|multinomial|exponential", str(node.target))]
+    ours = [node.target for node in nodes if getattr(node.target, "namespace", "") == "ckv"]
+    assert ours
+    assert not [operator for operator in ours if torch.Tag.nondeterministic_seeded in operator.tags]
 
 
 @pytest.mark.parametrize("graph", ["keys", "attention", "mixed"])

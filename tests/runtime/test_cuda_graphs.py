@@ -1,4 +1,7 @@
-"""What is asked of Inductor's CUDA graphs, what they did, and what runs under somebody else's capture."""
+"""What is asked of Inductor's CUDA graphs, what they did, and what runs under somebody else's capture.
+
+Work on a side stream cannot break a recording here: the package makes no stream, and records its one event between steps.
+"""
 
 import types
 

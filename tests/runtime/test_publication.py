@@ -24,10 +24,10 @@ def test_tokens_join_the_mean_keys_and_values_of_their_communities(heads, graphs
     width = heads * DIM if graphs == 1 else DIM
     shape = IndexShape(
         layers=2, batch=2, graphs=graphs, lists=graphs, centroid_dim=width, communities=9, tokens=20, log=8, kappa=4,
-        kv_heads=heads, head_dim=DIM,
+        kv_heads=heads, head_dim=DIM, places=graphs, slots=8, rests=8,
     )  # fmt: skip
     index = CommunityIndex(shape, config, torch.float32, torch.device("cpu"))
-    for buffer in (index.centroid_mean, index.mean_value):
+    for buffer in (index.log_mean, index.mean_value):
         buffer.fill_(torch.nan)
     key, value = torch.randn(2, heads, 20, DIM), torch.randn(2, heads, 20, DIM)
 
@@ -37,16 +37,19 @@ def test_tokens_join_the_mean_keys_and_values_of_their_communities(heads, graphs
 
     members = {c: list(range(c, STOP, USED)) for c in range(USED)}
     index.used[1] = USED
-    index.size[1, :, :, :USED] = STOP // USED
+    index.size[1, :, :, :USED] = index.stored[1, :, :, :USED] = STOP // USED
     index.channel_scale.fill_(1.0)
+    index.centroid_scale[1].fill_(torch.nan)
     for row in range(2):
         for graph in range(graphs):
             for c, tokens in members.items():
-                index.centroid_mean[1, row, graph, c] = mean_of(key, row, graph, tokens)
+                place = (row, graph, slice(c, c + 1))
+                index.write_centroids(1, place, mean_of(key, row, graph, tokens)[None])
                 index.mean_value[1, row, graph, c] = mean_of(value, row, graph, tokens)
     sequence = types.SimpleNamespace(
         index=index, shape=shape, config=config, keys=[None, key].__getitem__, values=[None, value].__getitem__
     )
+    codes = index.centroid[1, :, :, :USED].float() * index.centroid_scale[1, :, :, :USED, None]
     joined = np.broadcast_to(np.array([0, USED, 0, 2], np.int32), (2, graphs, 4))  # one opens a community
     publication._join_centroids(sequence, 1, STOP, joined, USED + 1)
     for position, c in enumerate(joined[0, 0].tolist()):
@@ -55,9 +58,21 @@ def test_tokens_join_the_mean_keys_and_values_of_their_communities(heads, graphs
         for graph in range(graphs):
             for c, tokens in members.items():
                 assert index.size[1, row, graph, c] == len(tokens)
-                torch.testing.assert_close(index.centroid_mean[1, row, graph, c], mean_of(key, row, graph, tokens))
+                if c in joined:
+                    new = [token for token in tokens if token >= STOP]
+                    total = mean_of(key, row, graph, new) * len(new)
+                    if c < USED:
+                        total = total + codes[row, graph, c] * (STOP // USED)
+                    mean = index.log_mean[1, row, graph, new[-1] - STOP]
+                    assert index.mean_at[1, row, graph, c] == new[-1] - STOP
+                    torch.testing.assert_close(mean, total / len(tokens))
+                    code, scale = torch.ops.ckv.encode_centroids(mean[None], index.channel_scale[1, row, graph])
+                    assert torch.equal(index.centroid[1, row, graph, c], code[0])
+                    assert index.centroid_scale[1, row, graph, c] == scale[0]
                 torch.testing.assert_close(index.mean_value[1, row, graph, c], mean_of(value, row, graph, tokens))
     assert index.mean_value[0].isnan().all()
+    assert index.log_mean[0].isnan().all()
+    assert index.log_mean[1, :, :, 0].isnan().all()  # its community was joined again
 
 
 def published(config, together, *, batch=1, first=(0,), steps=(150,), layers=3):

@@ -229,6 +229,40 @@ def test_a_crop_keeps_what_it_leaves_of_the_edges():
     assert_consistent_index(story.sequence)
 
 
+def poison_free_means(index):
+    """Spoil every mean in the log that is of no community which gained members since it was published."""
+    joined = (index.size > index.stored) & (torch.arange(index.shape.communities) < index.num_communities[..., None])
+    needed = torch.zeros(index.log_mean.shape[:-1], dtype=torch.bool)
+    for layer, row, graph, community in joined.nonzero().tolist():
+        needed[layer, row, graph, index.mean_at[layer, row, graph, community]] = True
+    index.log_mean[~needed] = torch.nan
+    index.mean_at[~joined] = index.shape.log + 1_000_000
+    return int(needed.sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"graph_aggregation": "layer"}], ids=str)
+def test_only_means_of_communities_that_gained_members_are_read(options):
+    """Whatever happens to the log: publications, tokens that came in between, crops, and more room."""
+    story = Story(attention_config(**options))
+    sequence = story.sequence
+    most = 0
+    for count, event in ((90, 150), (90, "grow"), (60, 297), (80, None)):
+        for _ in range(count):
+            story.steps(1)
+            most = max(most, poison_free_means(sequence.index))
+        sequence.wait()
+        sequence.publish()
+        poison_free_means(sequence.index)
+        assert_consistent_index(sequence)
+        if event == "grow":
+            sequence.grow(TOKENS + 100)
+        elif event is not None:
+            sequence.truncate(event)
+            assert poison_free_means(sequence.index) == 0
+    assert most > 10
+    assert not sequence.index.centroid_scale.isnan().any()
+
+
 def test_where_the_first_partition_failed_repairs_wait_for_one_that_does_not(monkeypatch):
     original = jobs.partition_whole
     monkeypatch.setattr(jobs, "partition_whole", None)

@@ -12,7 +12,7 @@ from ckv_compile.index_layout import ASSIGN_STATE, CANDIDATES, INDEX_STATE
 ckv = torch.ops.ckv
 BATCH, HEADS, KV_HEADS, DIM, LAYERS, SINKS, WINDOW, KAPPA, SLOTS = 2, 8, 2, 64, 2, 4, 16, 8, 1024
 ASSIGNED = (
-    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip

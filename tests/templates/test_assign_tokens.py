@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ ckv = torch.ops.ckv
 SINKS, LAYER = 4, 1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels; the operator runs on the CPU
 ASSIGN_STATE = (
-    "centroid", "centroid_scale", "channel_scale", "centroid_mean", "start", "stored", "size", "num_communities",
+    "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
@@ -40,7 +41,7 @@ def assign_case(
     neighbor = torch.randint(-1, 42, (batch, lists, kappa), generator=generator, dtype=torch.int32)
     neighbor[:, ::2, -1] = 40  # the token itself
     weight = torch.rand(batch, lists, kappa, generator=generator)
-    key_new = torch.randn(batch, heads, 1, dim, generator=generator).to(index.centroid_mean.dtype)
+    key_new = torch.randn(batch, heads, 1, dim, generator=generator).to(index.log_mean.dtype)
     return neighbor, weight, key_new, index, int32(*first)
 
 
@@ -66,7 +67,7 @@ def check_assignment(case, length=40, lam=0.5, new_value=None):
     for field in dataclasses.fields(index):
         getattr(index, field.name).copy_(getattr(changed, field.name))
         found, wanted = getattr(index, field.name), getattr(expected, field.name)
-        if field.name in ("community_weight", "total_weight", "centroid_mean", "centroid_scale", "mean_value"):
+        if field.name in ("community_weight", "total_weight", "log_mean", "centroid_scale", "mean_value"):
             rtol = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
             torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-6 if rtol == 2e-6 else 1e-4, equal_nan=True)
         elif field.name == "centroid":
@@ -146,8 +147,33 @@ def test_equal_gains_take_the_smallest_community():
 def test_a_community_of_most_tokens():
     case = assign_case(communities=2)
     case[3].community_weight[LAYER, :, :, 0] = 1e6
-    case[3].size[LAYER, :, :, 0] = 1_000_000
+    case[3].size[LAYER, :, :, 0] = 1_000_000  # the log has its mean
     check_assignment(case)
+
+
+@pytest.mark.parametrize(("heads", "graphs", "lists"), [(2, 2, 6), (2, 1, 6)])
+def test_means_of_tokens_one_after_the_other(heads, graphs, lists):
+    """New communities, published ones and those that others joined before: means move from each to the log's entries."""
+    seen = set()
+    for gamma in (0.01, 20.0):
+        generator = torch.Generator().manual_seed(0)
+        neighbor, weight, key_new, index, first = assign_case(heads, graphs, lists, log_entries=0, communities_room=24)
+        index.gamma.fill_(gamma)
+        for length in range(40, 46):
+            before = index.clone()
+            neighbor = torch.randint(4, length + 1, neighbor.shape, generator=generator, dtype=torch.int32)
+            key_new = torch.randn(key_new.shape, generator=generator)
+            chosen = check_assignment((neighbor, weight, key_new, index, first), length=length)
+            for row, graph in np.ndindex(2, graphs):
+                at = (LAYER, row, graph, chosen[row][graph])
+                if chosen[row][graph] == before.num_communities[LAYER, row, graph]:
+                    seen.add("new")
+                else:
+                    seen.add("joined" if before.size[at] > before.stored[at] else "published")
+                entry = int(index.mean_at[at])
+                assert entry == length - 40
+                assert index.log_mean[LAYER, row, graph, entry + 1 :].isnan().all()
+    assert seen == {"new", "joined", "published"}
 
 
 @pytest.mark.parametrize("length", [2, 39, 41, 45])

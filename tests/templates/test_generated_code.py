@@ -192,7 +192,7 @@ sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidat
 merge_splits 8x1x1
 plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
     first edge_neighbor edge_weight
-assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
     stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
     )
@@ -220,8 +220,8 @@ sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first candidate candi
 merge_splits 8x1x1 capacity_1 candidate_norm
 plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first
     edge_neighbor edge_weight
-assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size
-    num_communities n_indexed log_community label community_weight total_weight""",
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
+    size num_communities n_indexed log_community label community_weight total_weight""",
     )
 
 
@@ -245,7 +245,7 @@ sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
 plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
     first edge_neighbor edge_weight
-assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
     stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
     )
@@ -297,7 +297,7 @@ sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidat
 merge_splits 8x1x1
 plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
     first edge_neighbor edge_weight
-assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale centroid_mean start
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
     stored size num_communities n_indexed log_community label community_weight total_weight new_value mean_value
 fused length!""",
     )
@@ -331,8 +331,8 @@ sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
 merge_splits 8x1x1
 plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first
     edge_neighbor edge_weight
-assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale centroid_mean start stored size
-    num_communities n_indexed log_community label community_weight total_weight new_value mean_value""",
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
+    size num_communities n_indexed log_community label community_weight total_weight new_value mean_value""",
     )
 
 
