@@ -19,7 +19,7 @@ from ckv_compile.runtime.statistics import LayerPartition
 from ckv_compile.runtime.transfer import to_device
 
 if TYPE_CHECKING:
-    from ckv_compile.kernels.publish import BlockWrite
+    from ckv_compile.runtime.block_writes import BlockWrite
 
 
 class CommunityIndex:
@@ -179,7 +179,7 @@ class CommunityIndex:
         (writes, self._writes), (counted, self._counted) = (self._writes, []), (self._counted, set())
         if not writes:
             return
-        from ckv_compile.kernels.publish import write_blocks
+        from ckv_compile.runtime.block_writes import write_blocks
 
         write_blocks(self, writes)
         if "label" in self.buffers:
@@ -239,7 +239,7 @@ class CommunityIndex:
     ) -> None:
         """anew: nothing of the layer's other communities counts any more."""
         if self.together:
-            from ckv_compile.kernels.publish import BlockWrite
+            from ckv_compile.runtime.block_writes import BlockWrite
 
             self._writes.append(BlockWrite(layer, at, first, block, key, value, anew))
             return

@@ -1,5 +1,6 @@
 """The bench of prefill with lists: its small form runs every arm, and claims are what the rows say."""
 
+import importlib.util
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from bench import topk_prefill
 def test_the_small_form_runs_every_arm(tmp_path):
     topk_prefill.main(["--small", "--device", "cpu", "--repetitions", "1", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
-    assert path.with_suffix(".svg").exists()
+    assert path.with_suffix(".svg").exists() == (importlib.util.find_spec("matplotlib") is not None)
     result = json.loads(path.read_text())
     assert not [row for row in result["rows"] if row["kind"] == "failure"]
     speeds = [row for row in result["rows"] if row["kind"] == "speed"]

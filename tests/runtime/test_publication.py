@@ -123,8 +123,8 @@ def config_of(options, **more):
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """The interpreter runs them one by one."""
-    monkeypatch.setattr("ckv_compile.kernels.publish.PARTS", 2)
-    monkeypatch.setattr("ckv_compile.kernels.publish.COMMUNITIES", 7)
+    monkeypatch.setattr("ckv_compile.runtime.block_writes.PARTS", 2)
+    monkeypatch.setattr("ckv_compile.runtime.block_writes.COMMUNITIES", 7)
 
 
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)

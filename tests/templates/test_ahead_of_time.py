@@ -113,7 +113,7 @@ def compiled(architecture, name, helpers, constants, output, dtype="bf16"):
 
 def kernels(architecture):
     """(label, name, helpers, constants, output type, type of K and V): what models of common shapes use."""
-    from ckv_compile.kernels import key_neighbors, publish
+    from ckv_compile.kernels import key_neighbors
     from ckv_compile.lowering import (
         append_kv,
         assign_tokens,
@@ -127,6 +127,7 @@ def kernels(architecture):
         sparse_attention,
         topk_prefill,
     )
+    from ckv_compile.runtime import block_writes
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
@@ -231,11 +232,11 @@ def kernels(architecture):
         width = dim if graphs > 1 else 8 * dim
         shape = types.SimpleNamespace(graphs=graphs, kv_heads=8, head_dim=dim, centroid_dim=width)
         for use, output in (("squares", "fp32"), ("codes", "i8"), ("means", dtype)):
-            constants = publish.means_constants(shape, use, aligned=True)
+            constants = block_writes.means_constants(shape, use, aligned=True)
             yield f"{use} D={dim} {dtype} graphs={graphs}", "community_means", [], constants, output, dtype
 
     for labels in (False, True):
-        yield f"labels={labels}", "place_communities", [], {**publish.place_constants(labels)}, "i32", "bf16"
+        yield f"labels={labels}", "place_communities", [], {**block_writes.place_constants(labels)}, "i32", "bf16"
     for dim, dtype, graphs in ((128, "bf16", 8), (256, "fp16", 8), (128, "bf16", 1), (80, "fp32", 8)):
         yield from published(dim, dtype, graphs)
     appended = append_kv.constants_of(1, 8, 1, 128, 128) | {"num_warps": 1, "num_stages": 1}
