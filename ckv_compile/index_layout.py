@@ -86,12 +86,17 @@ def shortlist_slots(config: CommunityConfig) -> int:
     return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
+def edge_lists(keys: bool, graphs: int, query_heads: int, kv_heads: int) -> tuple[int, int]:
+    """(lists of candidates, edge lists) of a layer: of keys one per graph, else one per query head of a shared list."""
+    return (graphs, graphs) if keys else (max(graphs, kv_heads), query_heads)
+
+
 def candidate_slots(budget: int, num_sink_tokens: int) -> int:
     """Candidates of an edge list that keep their scores until the end of the step (``ckv::pick_edges``)."""
     return num_sink_tokens + budget + CANDIDATE_TAIL
 
 
-def candidate_rest(kappa: int) -> int:
+def rest_slots(kappa: int) -> int:
     """Further candidates of an edge list: the best of each program, of what has no slot."""
     return CANDIDATE_PARTS * max(2, 1 << (kappa - 1).bit_length())
 
@@ -134,12 +139,13 @@ class IndexShape:
         log = 4 * config.refresh_interval if assigns_tokens(config) else 1
         blocks = tokens // config.append_block + tokens // config.block_size + 2 if in_blocks(config) else 0
         graphs = geometry.num_graphs(config.graph_aggregation)
-        keys = config.graph == "keys"
+        heads = geometry.num_query_heads, geometry.num_kv_heads
+        places, lists = edge_lists(config.graph == "keys", graphs, *heads)
         return cls(
             layers=geometry.num_layers,
             batch=batch,
             graphs=graphs,
-            lists=graphs if keys else geometry.num_query_heads,
+            lists=lists,
             centroid_dim=geometry.centroid_dim(config.graph_aggregation),
             communities=community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log,
             tokens=tokens,
@@ -147,9 +153,9 @@ class IndexShape:
             kappa=config.kappa,
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
-            places=graphs if keys else max(graphs, geometry.num_kv_heads),
+            places=places,
             slots=candidate_slots(config.budget, config.num_sink_tokens),
-            rests=candidate_rest(config.kappa),
+            rests=rest_slots(config.kappa),
         )
 
     def of(self, name: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from ckv_compile.index_layout import (
     NOMINAL_LENGTH,
     NOMINAL_STATE,
     assigns_tokens,
+    edge_lists,
     shortlist_slots,
     state_dtypes,
 )
@@ -247,9 +248,8 @@ def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Nod
     geometry = geometry_of(sites)
     graphs = geometry.num_graphs(config.graph_aggregation)
     keys = config.graph == "keys"
-    lists = graphs if keys else geometry.num_query_heads
+    places, lists = edge_lists(keys, graphs, geometry.num_query_heads, geometry.num_kv_heads)
     sizes = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, lists, config.kappa, graphs)
-    places = graphs if keys else max(graphs, geometry.num_kv_heads)
     kept = (*(state[name] for name in CANDIDATES), state["first"])
     picks = (geometry.num_layers, places, lists, config.budget, config.num_sink_tokens, config.kappa)
     read = (state["new_key"], *(state[name] for name in ASSIGNED), state["capacity_0"], length, state["first"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckv_compile.index_layout import CANDIDATE_PARTS, candidate_slots
+from ckv_compile.index_layout import CANDIDATE_PARTS, candidate_slots, rest_slots
 from ckv_compile.lowering.template_call import Config, Template, fixed, next_power_of_2, static_size
 
 NO_ENTRY = -(2**63 - 1)  # below every entry of a list
@@ -44,7 +44,7 @@ def num_splits(lists: int) -> int:
 
 def kept_constants(keys: bool, kappa: int) -> dict[str, Any]:
     """What every kernel has that handles entries."""
-    return {"EDGES": True, "KEYS": keys, "KEPT": max(2, next_power_of_2(kappa)), "NO_ENTRY": NO_ENTRY}
+    return {"EDGES": True, "KEYS": keys, "KEPT": rest_slots(kappa) // CANDIDATE_PARTS, "NO_ENTRY": NO_ENTRY}
 
 
 def edge_constants(keys: bool, kappa: int, attends: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.index_layout import candidate_rest as candidate_rest_size
-from ckv_compile.index_layout import candidate_slots
+from ckv_compile.index_layout import candidate_slots, rest_slots
 from ckv_compile.lowering.edges import kept_constants
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, static_size
 
@@ -47,5 +46,5 @@ def constants_of(
 ) -> dict[str, Any]:
     return {
         "LAYERS": layers, "BATCH": batch, "PLACES": places, "LISTS": lists, "KAPPA": kappa,
-        "SLOTS": candidate_slots(budget, sinks), "RESTS": candidate_rest_size(kappa), **kept_constants(keys, kappa),
+        "SLOTS": candidate_slots(budget, sinks), "RESTS": rest_slots(kappa), **kept_constants(keys, kappa),
     }  # fmt: skip

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import candidate_rest as candidate_rest_size
-from ckv_compile.index_layout import candidate_slots
+from ckv_compile.index_layout import candidate_slots, rest_slots
 from ckv_compile.reference.nominal import layer_state
 
 NO_ENTRY = -(2**63 - 1)  # below every entry
@@ -36,7 +35,7 @@ def pick_edges(
 ) -> tuple[Tensor, Tensor]:
     """The kappa best candidates that ``sparse_attention_edges`` has stored, in all layers.
 
-    Flat state that is read, with E = ``candidate_slots(budget, num_sink_tokens)`` and R = ``candidate_rest(kappa)``:
+    Flat state that is read, with E = ``candidate_slots(budget, num_sink_tokens)`` and R = ``rest_slots(kappa)``:
     candidate int32 [L, B, num_places, E], positions, -1 for none, each for num_lists / num_places lists; candidate_score
     float32 [L, B, num_lists, E], in base 2 (source "attention") or any order (source "keys"); candidate_rest int64
     [L, B, num_lists, R], further candidates as ``edge_entries``; candidate_norm float32 [L, B, num_lists], log2 of the sum
@@ -45,7 +44,7 @@ def pick_edges(
     there are fewer, and weight float32 of the same shape: 0 for none, else 1 ("keys") or exp2(score - norm).
     """
     batch = first.shape[0]
-    slots, rests = candidate_slots(budget, num_sink_tokens), candidate_rest_size(kappa)
+    slots, rests = candidate_slots(budget, num_sink_tokens), rest_slots(kappa)
     neighbors, weights = [], []
     for layer in range(num_layers):
         place = layer_state(candidate, layer, (batch, num_places, slots), "candidate")

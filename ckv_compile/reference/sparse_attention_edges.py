@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import candidate_rest as candidate_rest_size
-from ckv_compile.index_layout import candidate_slots
+from ckv_compile.index_layout import candidate_slots, edge_lists, rest_slots
 from ckv_compile.reference.approximate_edges import approximate_edges
 from ckv_compile.reference.key_edges import key_edges
 from ckv_compile.reference.nominal import cache_prefix, layer_state
@@ -50,7 +49,7 @@ def sparse_attention_edges(
     P = max(G, Hkv)), both of tokens alone.
     Mutated flat state, of which the layer's part is written: candidate int32 [L, B, P, E], candidate_score float32
     [L, B, H, E], candidate_rest int64 [L, B, H, R] and candidate_norm float32 [L, B, H], of which ``pick_edges`` makes
-    these lists (E is ``candidate_slots``, R ``candidate_rest``; which candidate takes which place is left open: here all
+    these lists (E is ``candidate_slots``, R ``rest_slots``; which candidate takes which place is left open: here all
     go to candidate_rest); new_key [L, B, Hkv, D] (key dtype), the keys at position ``length``, and, with summaries,
     new_value [L, B, Hkv, Dv], the values there.
     The other arguments, and the errors, are those of ``sparse_attention``.
@@ -58,6 +57,7 @@ def sparse_attention_edges(
     attended = (tokens, count, n_indexed, capacity, length, first, layer)
     graphs = tokens.shape[1]
     batch, kv_heads, _, dim = key.shape
+    places, _ = edge_lists(source == "keys", graphs, query.shape[1], kv_heads)
     if source == "keys":
         neighbor, _ = key_edges(key, *attended, num_sink_tokens, recent_window, kappa, graphs)
         score, places = (
@@ -66,10 +66,10 @@ def sparse_attention_edges(
         )
     else:
         neighbor, weight = approximate_edges(query, key, *attended, scale, num_sink_tokens, recent_window, kappa)
-        score, places = weight.log2().clamp(min=-1e30), max(graphs, kv_heads)
+        score = weight.log2().clamp(min=-1e30)
     position, slots = int(length), candidate_slots(tokens.shape[2], num_sink_tokens)
     layer_state(candidate, layer, (batch, places, slots), "candidate").fill_(-1)
-    rest = layer_state(candidate_rest, layer, (*neighbor.shape[:2], candidate_rest_size(kappa)), "candidate_rest")
+    rest = layer_state(candidate_rest, layer, (*neighbor.shape[:2], rest_slots(kappa)), "candidate_rest")
     rest.fill_(NO_ENTRY)[:, :, :kappa].copy_(edge_entries(score, neighbor))
     layer_state(candidate_norm, layer, tuple(neighbor.shape[:2]), "candidate_norm").zero_()
     new = cache_prefix(key, position + 1, "key")[:, :, position]

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.index_layout import CANDIDATES, candidate_rest, candidate_slots
+from ckv_compile.index_layout import CANDIDATES, candidate_slots, rest_slots
 from ckv_compile.testing import GARBAGE, IndexState, nominal_cache, nominal_state, random_cache, random_index
 
 ckv = torch.ops.ckv
@@ -75,7 +75,7 @@ def steps(function, index, caches, length, first, count=3):
     torch.manual_seed(0)
     views = [nominal_cache(cache, NOMINAL) for cache in caches]
     state = {name: index.nominal(name) if name != "capacity" else index.capacity for name in STATE}
-    slots, rests = candidate_slots(BUDGET, SINKS), candidate_rest(KAPPA)
+    slots, rests = candidate_slots(BUDGET, SINKS), rest_slots(KAPPA)
     for name, shape, dtype in (
         ("candidate", (KV_HEADS, slots), torch.int32), ("candidate_score", (HEADS, slots), torch.float32),
         ("candidate_rest", (HEADS, rests), torch.int64), ("candidate_norm", (HEADS,), torch.float32),

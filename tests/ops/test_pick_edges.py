@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.index_layout import candidate_rest, candidate_slots
+from ckv_compile.index_layout import candidate_slots, rest_slots
 from ckv_compile.reference.pick_edges import NO_ENTRY, edge_entries
 from ckv_compile.testing import nominal_state
 
@@ -13,7 +13,7 @@ LAYERS, BATCH, PLACES, LISTS, BUDGET, SINKS, KAPPA = 2, 2, 2, 4, 24, 3, 5
 def candidates(seed=0):
     """State of all layers: some places empty, some scores equal, some candidates among the rest."""
     generator = torch.Generator().manual_seed(seed)
-    slots, rests = candidate_slots(BUDGET, SINKS), candidate_rest(KAPPA)
+    slots, rests = candidate_slots(BUDGET, SINKS), rest_slots(KAPPA)
     place = torch.full((LAYERS, BATCH, PLACES, slots), -1, dtype=torch.int32)
     place[..., :40] = torch.randperm(1000, generator=generator)[:40].int()
     place[..., 3:7] = -1

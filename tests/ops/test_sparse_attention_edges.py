@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.index_layout import candidate_rest, candidate_slots
+from ckv_compile.index_layout import candidate_slots, rest_slots
 from ckv_compile.testing import (
     attended_positions,
     nominal_cache,
@@ -61,7 +61,7 @@ def new_state(arguments, source, kappa):
     query, key, _, tokens, *_ = arguments
     (batch, heads), graphs = query.shape[:2], tokens.shape[1]
     lists, places = (graphs, graphs) if source == "keys" else (heads, max(graphs, key.shape[1]))
-    slots, rests = candidate_slots(tokens.shape[2], SINKS), candidate_rest(kappa)
+    slots, rests = candidate_slots(tokens.shape[2], SINKS), rest_slots(kappa)
     return [
         torch.full((2, batch, places, slots), 3, dtype=torch.int32),
         torch.full((2, batch, lists, slots), torch.nan),

@@ -60,7 +60,7 @@ def new_state(case, kappa, source, dtype):
     slots = index_layout.candidate_slots(tokens.shape[2], SINKS)
     shapes = (
         ((places, slots), torch.int32), ((lists, slots), torch.float32),
-        ((lists, index_layout.candidate_rest(kappa)), torch.int64), ((lists,), torch.float32),
+        ((lists, index_layout.rest_slots(kappa)), torch.int64), ((lists,), torch.float32),
         ((kv_heads, key.shape[3]), dtype),
     )  # fmt: skip
     return [rendered.poisoned((2, batch, *shape), kind, "cpu") for shape, kind in shapes]
