@@ -3,6 +3,7 @@
     python -m bench.decode_step                                                  # Qwen3-8B: steps, then generate at 128k
     python -m bench.decode_step --arms dense ours --contexts 131072              # bare steps only
     python -m bench.decode_step --arms generate eager static                     # generate only
+    python -m bench.decode_step --arms generate eager --graph attention          # the paper's graph
     python -m bench.decode_step --arms ours --contexts 1048576 --layers 18       # a million tokens, half of the layers
     python -m bench.decode_step --small --device cpu                             # does it run?
     python -m bench.decode_step --plot bench/results/decode_step-....json
@@ -74,6 +75,8 @@ class Bench:
         with self.part("build"):
             self.model = random_model(shape, self.layers, self.dtype, args.device)
         self.options: dict[str, Any] = dict(SMALL_OPTIONS) if args.small else {}
+        if args.graph != "keys":
+            self.options["graph"] = args.graph
         self.config = CommunityConfig.from_options(self.options)[0]
         self.geometry = AttentionGeometry(
             self.layers, shape.heads, shape.kv_heads, shape.head_dim, self.dtype, self.model.device
@@ -84,7 +87,8 @@ class Bench:
 
     def row(self, kind: str, arm: str, **entries: Any) -> dict:
         whole = self.layers == SHAPES[self.args.model].layers
-        row = {"kind": kind, "arm": arm, "model": self.args.model, "layers": self.layers, "whole": whole, **entries}
+        row = {"kind": kind, "arm": arm, "model": self.args.model, "layers": self.layers, "whole": whole}
+        row |= {"graph": self.args.graph, **entries}
         self.rows.append(row)
         return row
 
@@ -371,11 +375,11 @@ class _Recorded:
 
 
 def claims_of(rows: list[dict]) -> dict[str, float]:
-    """Figures by name, of whole models only; those of models other than Qwen3-8B end in the model's name."""
+    """Figures by name, of whole models only; other models than Qwen3-8B and other graphs than "keys" end in their names."""
     claims: dict[str, float] = {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model and row["kind"] != "failure"]
-        suffix = "" if model == "qwen3-8b" else f"_{model}"
+    for model, graph in dict.fromkeys((row["model"], row["graph"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["graph"]) == (model, graph) and row["kind"] != "failure"]
+        suffix = ("" if model == "qwen3-8b" else f"_{model}") + ("" if graph == "keys" else f"_{graph}")
         named = _million(own) | (_claims_of_model([row for row in own if row["whole"]]))
         claims |= {name + suffix: value for name, value in named.items()}
     return claims
@@ -478,6 +482,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-8b", choices=[name for name in SHAPES if name != "tiny"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS), help="of the bare steps, in tokens")
+    parser.add_argument("--graph", default="keys", choices=("keys", "attention", "mixed"), help="what ours partitions")
     parser.add_argument("--layers", type=int, help="fewer than the model has, where memory does not suffice")
     parser.add_argument("--tail", type=int, default=256, help="last tokens that are not indexed, in bare steps")
     parser.add_argument("--repetitions", type=int, default=7)

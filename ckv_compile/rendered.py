@@ -160,7 +160,7 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     tuned = {**lowering.configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)[0], **tuned}
     constants = {**constants, **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
-    shortlist = poisoned((batch, num_graphs, 3, slots), torch.int32, query.device)
+    shortlist = poisoned((batch, num_graphs, 5, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
     tensors = {
         "QUERY": query,
@@ -168,6 +168,8 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
         "CENTROID_SCALE": state.centroid_scale,
         "CHANNEL_SCALE": state.channel_scale,
         "SIZE": state.size,
+        "START": state.start,
+        "STORED": state.stored,
         "NUMBER": state.num_communities,
         "CAPACITY": state.capacity_of(layer),
         "LENGTH": length,
@@ -192,7 +194,7 @@ def retrieve(
 
     batch, slots = shortlist.shape[0], shortlist.shape[3]
     constants = lowering.constants_of(batch, num_graphs, budget, sinks, window, has_log, slots, num_new, reserved)
-    constants = {**constants, **lowering.configs(slots, batch * num_graphs)[0], **tuned}
+    constants = {**constants, **lowering.configs(slots, batch * num_graphs, has_log)[0], **tuned}
     tokens = poisoned((batch, num_graphs, budget), torch.int32, shortlist.device)
     count = poisoned((batch, num_graphs), torch.int32, shortlist.device)
     tensors = {
@@ -213,7 +215,7 @@ def retrieve(
         "TALLY": state.tally,
         "TOKENS": tokens,
     }
-    grid = (constants["PARTS"] + has_log, batch * num_graphs, 1)
+    grid = (lowering.num_parts(constants), batch * num_graphs, 1)
     RenderedKernel("retrieve", ["attended", "threshold"], constants)(grid, tensors, count)
     return tokens, count
 
@@ -327,7 +329,8 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     if edges is not None and not edges.stored:
         constants |= edge_lowering.edge_constants(edges.keys, edges.kappa, constants)
     rows = constants["BLOCK_H"] if queries > 1 else 0
-    constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0))[0]
+    listed = constants["BUDGET"] // constants["SPLITS"]
+    constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0), listed)[0]
     constants |= tuned
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)

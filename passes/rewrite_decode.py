@@ -36,6 +36,7 @@ from ckv_compile.passes.rewrite_plan import (
 )
 
 ckv = torch.ops.ckv
+ROUTED = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
 ASSIGNED = (
     "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size", "num_communities",
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
@@ -177,8 +178,8 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
             batch = size
         routed = call(
             ckv.route.default,
-            (site.query, *(state[n] for n in ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")),
-             capacity, state["scores"], layer, graphs, groups, site.scale, score, length, shortlist_slots(config)),
+            (site.query, *(state[n] for n in ROUTED), capacity, state["scores"], layer, graphs, groups, site.scale,
+             score, length, shortlist_slots(config)),
         )  # fmt: skip
         shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
         retrieved = call(

@@ -19,7 +19,7 @@ from ckv_compile.community.graph import (
 )
 from ckv_compile.community.leiden import leiden_batch, seeded, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
-from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
+from ckv_compile.config import RUN, SPARE_COMMUNITIES, CommunityConfig, community_room
 
 # Of the number that the mean size asks for. Leaves of a hub whose community is full stay alone at any resolution.
 MOST_COMMUNITIES = 1.2
@@ -31,8 +31,8 @@ class Partition:
     """The communities of one graph over ``n`` positions; positions count from the start of what was partitioned.
 
     labels: int32 [n], -1 for a position that is not a node (a sink or padding).
-    start, size: int32 [C], where a community's members begin and how many they are; communities are numbered by their
-    first position. member: int32 [number of nodes], positions ordered by community, then by position.
+    start, size: int32 [C], where a community's members begin and how many they are; communities are numbered as
+    ``gather_partitions`` says. member: int32 [number of nodes], positions ordered by community, then by position.
     gamma: the resolution used, 0 for pages. dropped: entries with an unusable weight.
     weight: float64 [C], the sum of the members' strengths (w_C of eq. 7); None for pages.
     fallback: why pages stand in for communities, None when they do not.
@@ -55,11 +55,17 @@ class Partition:
 
 
 @njit(nogil=True, cache=True)
-def _gather(labels, alone, first, run, cap, room, members, starts, sizes, counts):
+def stride_of(count, spread):
+    """Communities between two of consecutive numbers, in the order of their first positions."""
+    return max(1, -(-count // RUN)) if spread else 1
+
+
+@njit(nogil=True, cache=True)
+def _gather(labels, alone, first, run, cap, room, spread, members, starts, sizes, counts):
     """Turn labels into communities that cover every node, no more of them than ``room``.
 
     labels: int32 [G, n], in [0, n); updated. alone: bool [G, n], nodes without an edge. first: int32 [G].
-    members: int32 [G, n], starts, sizes: int32 [G, n], counts: int32 [G]: written.
+    spread: numbers as in ``gather_partitions``. members: int32 [G, n], starts, sizes: int32 [G, n], counts: int32 [G]: written.
     """
     graphs, n = labels.shape
     new = np.empty(2 * n + 1, np.int32)
@@ -111,11 +117,18 @@ def _gather(labels, alone, first, run, cap, room, members, starts, sizes, counts
                     row[i] = new[row[i]]
                 count = kept
             small *= 2
+        number = 0
+        for offset in range(stride_of(count, spread)):
+            for c in range(offset, count, stride_of(count, spread)):
+                new[c] = number
+                sizes[g, number] = size[c]
+                number += 1
+        for i in range(first[g], n):
+            row[i] = new[row[i]]
         place = 0
         for c in range(count):
             starts[g, c] = place
-            sizes[g, c] = size[c]
-            place += size[c]
+            place += sizes[g, c]
             new[c] = starts[g, c]
         for i in range(first[g], n):
             members[g, new[row[i]]] = i
@@ -133,19 +146,22 @@ def gather_partitions(
     room: int,
     gammas: np.ndarray,
     dropped: int = 0,
+    spread: bool = True,
 ) -> list[Partition]:
     """Partitions of several graphs over the same positions.
 
     labels: int32 [G, n], in [0, n). alone: bool [G, n], nodes without an edge: they form runs of about ``mean_size`` in
     position order, so every node belongs to a community. first: int32 [G], earlier positions are not nodes.
     room: the most communities a graph may have; the smallest are merged in position order, within
-    ``max_community_size`` as long as that leaves few enough.
+    ``max_community_size`` as long as that leaves few enough. spread: communities that follow each other in the text are
+    far from each other in number, ``RUN`` of consecutive numbers all over it; otherwise they are numbered by their first
+    positions, as a policy wants that takes the newest.
     """
     graphs, n = labels.shape
     labels = labels.copy()
     members, starts, sizes = (np.empty((graphs, n), np.int32) for _ in range(3))
     counts = np.empty(graphs, np.int32)
-    _gather(labels, alone, first, mean_size, max_community_size, room, members, starts, sizes, counts)
+    _gather(labels, alone, first, mean_size, max_community_size, room, spread, members, starts, sizes, counts)
     return [
         Partition(
             labels[g], starts[g, : counts[g]].copy(), sizes[g, : counts[g]].copy(), members[g, : max(0, n - first[g])],
@@ -220,6 +236,7 @@ def partition_keys_block(
     partitions = gather_partitions(
         labels, indptr[:, 1:] == indptr[:, :-1], first, mean_size=config.mean_size,
         max_community_size=config.max_community_size, room=_most_communities(n, config), gammas=gammas,
+        spread=config.policy != "streaming",
     )  # fmt: skip
     for partition, own in zip(partitions, strength, strict=True):
         _weigh(partition, own)
@@ -390,7 +407,7 @@ def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, c
     partition = gather_partitions(
         padded, alone, np.array([first], np.int32), mean_size=config.mean_size,
         max_community_size=config.max_community_size, room=_most_communities(n, config),
-        gammas=np.array([gamma]), dropped=graph.dropped,
+        gammas=np.array([gamma]), dropped=graph.dropped, spread=config.policy != "streaming",
     )[0]  # fmt: skip
     strength = np.zeros(n)
     strength[first:] = graph.strength

@@ -36,11 +36,13 @@ def makers(batch: int, graphs: int, width: int, slots: int, budget: int) -> dict
         return torch.randn(lists * COMMUNITIES, device=node.get_device())
 
     def shortlist(node: Any) -> Tensor:
-        entries = torch.empty(lists, 3, slots, dtype=torch.int32, device=node.get_device())
+        entries = torch.empty(lists, 5, slots, dtype=torch.int32, device=node.get_device())
         entries[:, 0] = torch.randn(lists, slots, device=node.get_device()).add_(2).view(torch.int32)
         entries[:, 1] = torch.arange(slots, device=node.get_device()) * max(1, COMMUNITIES // slots)
         entries[:, 2] = MEMBERS
-        return entries.view(batch, graphs, 3, slots)
+        entries[:, 3] = entries[:, 1] * MEMBERS
+        entries[:, 4] = MEMBERS
+        return entries.view(batch, graphs, 5, slots)
 
     def listed(node: Any) -> Tensor:
         order = torch.randint(TOKENS, (lists, budget), dtype=torch.int32, device=node.get_device())

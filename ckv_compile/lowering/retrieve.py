@@ -15,21 +15,42 @@ _op = torch.ops.ckv.retrieve.default
 
 template = Template(
     "retrieve",
-    lambda meta: (meta["PARTS"] + meta["HAS_LOG"], meta["BATCH"] * meta["GRAPHS"], 1),
+    lambda meta: (num_parts(meta), meta["BATCH"] * meta["GRAPHS"], 1),
     "attended",
     "threshold",
 )
 
 
-def configs(slots: int, rows: int = 1) -> list[Config]:
-    """Programs of a graph and their warps; where rows and graphs are many, fewer programs fill the device."""
-    shapes: tuple[tuple[int, int], ...] = ((16, 4), (32, 4), (16, 8)) if slots <= 1024 else ((16, 8), (32, 8))
-    if rows > 16 and slots <= 2048:
-        shapes = ((8, 8), (16, 8), (16, 4))
-    return [
-        {"PARTS": parts, "OWN": slots // parts, "BLOCK_J": 16, "num_warps": warps, "num_stages": 1}
-        for parts, warps in shapes
-    ]
+RESIDENT = 132  # programs of 8 warps that run at once on an H200: their registers leave room for one a multiprocessor
+
+
+def configs(slots: int, rows: int = 1, has_log: bool = False) -> list[Config]:
+    """Programs of a graph and their warps, for ``rows`` rows and graphs: as many as run at once.
+
+    A few programs more than that, and the kernel takes twice as long (8 us and 16 us on an H200). The log has a program
+    of its own where there is room for one, else the last one of a graph reads it, too.
+    """
+
+    def config(parts: int, warps: int) -> Config:
+        own = slots // parts
+        return {
+            "PARTS": parts,
+            "OWN": own,
+            "BLOCK_J": 16 if own <= 32 * warps else 8,  # first members of each entry, in registers from the start
+            "LOG_PART": parts if has_log and (parts + 1) * rows <= RESIDENT else parts - 1,
+            "num_warps": warps,
+            "num_stages": 1,
+        }
+
+    parts, least = 16, max(4, slots // 512)
+    while parts > least and (parts + (has_log and rows <= 8)) * rows > RESIDENT:
+        parts //= 2
+    return [config(parts, 8), config(max(least, parts // 2), 8), config(parts, 4)]
+
+
+def num_parts(constants: dict[str, Any]) -> int:
+    """Programs of a graph: those of the list, and one of the log where it has its own."""
+    return max(constants["PARTS"], constants["LOG_PART"] + 1) if constants["HAS_LOG"] else constants["PARTS"]
 
 
 @register_lowering(_op, type_promotion_kind=None)
@@ -59,7 +80,7 @@ def retrieve(
         batch, num_graphs, budget, num_sink_tokens, recent_window, has_log, slots, num_new, reserved
     )
     count = template(
-        inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots, batch * num_graphs),
+        inputs, ([batch, num_graphs], torch.int32), [tally, tokens], constants, configs(slots, batch * num_graphs, has_log),
         makers(batch, num_graphs, 1, slots, budget),
     )  # fmt: skip
     return [tokens, count]
@@ -71,6 +92,6 @@ def constants_of(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "BATCH": batch, "GRAPHS": graphs, "BUDGET": budget, "SINKS": sinks, "WINDOW": window, "QUERIES": queries,
-        "SLOTS": slots, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
+        "SLOTS": slots, "LOG_N": 512, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
         **({"SUMMARIES": reserved} if reserved else {}),
     }  # fmt: skip

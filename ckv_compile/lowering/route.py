@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.config import RUN
 from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.route.default
-# Communities with consecutive ids that a program takes together. Those that a query wants lie side by side: on SmolLM2's
-# keys (32k tokens) runs of 8 gave one program more of them than its list holds in 7 to 29 % of the cases, runs of 4 in up
-# to 2 %, single ones never. Longer runs read faster: 4 us of 57 between 4 and 16 at 524k tokens on an H200.
-RUN = 1
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
@@ -46,21 +43,21 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
 
 @register_lowering(_op, type_promotion_kind=None)
 def route(
-    query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, num_communities: Any, capacity: Any,
-    scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float, score: str, length: Any, slots: int,
+    query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, start: Any, stored: Any,
+    num_communities: Any, capacity: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float, score: str, length: Any, slots: int,
 ) -> list[Any]:  # fmt: skip
     device = query.get_device()
     if device.type != "cuda":
         return fallback_handler(_op)(
-            query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
-            num_kv_heads, scale, score, length, slots,
+            query, centroid, centroid_scale, channel_scale, size, start, stored, num_communities, capacity, scores, layer,
+            num_graphs, num_kv_heads, scale, score, length, slots,
         )  # fmt: skip
     batch, heads, queries, dim = static_size(query)
-    shortlist = empty([batch, num_graphs, 3, slots], torch.int32, device)
+    shortlist = empty([batch, num_graphs, 5, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
     tuned = configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)
     examples = makers(batch, num_graphs, constants["PARTS"] * dim, slots, budget=1)
-    index = fixed(size, num_communities, capacity)
+    index = fixed(size, start, stored, num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
     if score in ("recency", "random"):
@@ -71,7 +68,7 @@ def route(
         statistics = [batch, heads * queries, constants["PROGRAMS"]]
         mass = empty(statistics, torch.float32, device)
         top = template(
-            [*inputs, mass], (statistics, torch.float32), [mass], {**constants, "STATISTICS": True}, tuned, examples
+            [*inputs[:5], *inputs[7:], mass], (statistics, torch.float32), [mass], {**constants, "STATISTICS": True}, tuned, examples
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]

@@ -35,7 +35,7 @@ def _check(
 def _shortlist(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tensor]:
     batch = query.shape[0]
     return (
-        query.new_empty((batch, num_graphs, 3, slots), dtype=torch.int32),
+        query.new_empty((batch, num_graphs, 5, slots), dtype=torch.int32),
         query.new_empty((batch, num_graphs, PROGRAMS), dtype=torch.float32),
     )
 
@@ -46,6 +46,8 @@ def _route(
     centroid_scale: Tensor,
     channel_scale: Tensor,
     size: Tensor,
+    start: Tensor,
+    stored: Tensor,
     num_communities: Tensor,
     capacity: Tensor,
     scores: Tensor,
@@ -74,6 +76,8 @@ def _route_fake(
     centroid_scale: Tensor,
     channel_scale: Tensor,
     size: Tensor,
+    start: Tensor,
+    stored: Tensor,
     num_communities: Tensor,
     capacity: Tensor,
     scores: Tensor,
@@ -91,7 +95,7 @@ def _route_fake(
 
 register_op(
     "route(Tensor query, Tensor centroid, Tensor centroid_scale, Tensor channel_scale, Tensor size, "
-    "Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, int num_graphs, int num_kv_heads, "
+    "Tensor start, Tensor stored, Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, int num_graphs, int num_kv_heads, "
     "float scale, str score, Tensor length, int slots) -> (Tensor, Tensor)",
     _route,
     _route_fake,

@@ -15,7 +15,7 @@ STATE = (
 def empty_shortlist(batch, graphs, slots=PROGRAMS):
     """A shortlist without entries, which left everything out."""
     left_out = torch.full((batch, graphs, PROGRAMS), torch.inf)
-    return torch.zeros(batch, graphs, 3, slots, dtype=torch.int32), left_out
+    return torch.zeros(batch, graphs, 5, slots, dtype=torch.int32), left_out
 
 
 def run(index, length, first, budget, layer=1, sinks=SINKS, window=WINDOW, has_log=True, num_new=1):

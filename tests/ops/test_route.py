@@ -6,7 +6,7 @@ from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.testing import random_index
 
 route = torch.ops.ckv.route
-STATE = ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")
+STATE = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
 
 
 def call(query, index, graphs, kv_heads, score="max", layer=1, scale=0.3, length=50, slots=1024):
@@ -165,7 +165,7 @@ def test_centroids_of_another_type_are_refused():
 def test_the_reference_lists_nothing_and_says_so():
     query, index = case((6, 2), 2)
     shortlist, left_out = call(query, index, 2, 2, slots=256)
-    assert shortlist.shape == (2, 2, 3, 256)
+    assert shortlist.shape == (2, 2, 5, 256)
     assert shortlist[:, :, 2].eq(0).all()
     assert left_out.shape == (2, 2, PROGRAMS)
     assert left_out.eq(torch.inf).all()

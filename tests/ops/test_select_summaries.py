@@ -91,7 +91,7 @@ def test_no_retrieved_token_is_of_a_listed_community():
     names = (
         "scores", "start", "stored", "size", "member", "log_community", "log_first", "num_communities", "n_indexed",
     )  # fmt: skip
-    shortlist = torch.zeros(2, 2, 3, 64, dtype=torch.int32), torch.full((2, 2, 64), torch.inf)
+    shortlist = torch.zeros(2, 2, 5, 64, dtype=torch.int32), torch.full((2, 2, 64), torch.inf)
     tokens, count = ckv.retrieve(
         *shortlist, *(index.nominal(name) for name in names), index.capacity, int32(length), first,
         index.nominal("tally"), LAYER, 2, 2, budget, SINKS, WINDOW, True, 1, reserved,

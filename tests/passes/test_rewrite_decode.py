@@ -73,9 +73,9 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     ckv_scores float32 [1]; ckv_tally int64 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -98,9 +98,9 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_mean_value float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False, num_new=1,
@@ -128,9 +128,9 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1];
     ckv_candidate_score float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key
     float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', position, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True, num_new=1,
@@ -170,9 +170,9 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key float32 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
@@ -202,9 +202,9 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', position, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
@@ -227,9 +227,9 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1];
     ckv_candidate_score float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key
     float32 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', position,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', position, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=True) -> [0] ->
@@ -414,9 +414,9 @@ ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_leng
     ckv_scores float32 [1]; ckv_tally int64 [1]
 ckv_length.to(torch.int64) -> model
 append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False, num_new=4)
@@ -438,9 +438,9 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_centroid int8 [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1];
     ckv_stored int32 [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first
     int32 [1]; ckv_scores float32 [1]; ckv_tally int64 [1]
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max',
-    position.narrow(0, 0, 1), slots=2048) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', position.narrow(0, 0, 1), slots=2048) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position.narrow(0, 0, 1), ckv_first,
     ckv_tally, layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False,

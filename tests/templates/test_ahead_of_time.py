@@ -153,9 +153,10 @@ def kernels(architecture):
         yield label, "sparse_attention", ["attended", "edge_entries"], constants, "fp32", dtype
         yield label, "merge_splits", [], merges | sparse_attention.merge_configs(merges)[0], dtype, dtype
 
-    def listed(slots, has_log):
-        constants = retrieve.constants_of(1, 8, 4096, 10, 64, has_log, slots) | retrieve.configs(slots)[0]
-        yield f"slots={slots} log={has_log}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
+    def listed(slots, has_log, rows=8):
+        constants = retrieve.constants_of(rows // 8, 8, 4096, 10, 64, has_log, slots)
+        constants |= retrieve.configs(slots, rows, has_log)[0]
+        yield f"slots={slots} log={has_log} rows={rows}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
 
     def summarized(dim, dtype, heads=32, kv_heads=8, graphs=8, reserved=64, values=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -172,7 +173,7 @@ def kernels(architecture):
         constants = select_summaries.constants_of(1, 8, 4096, reserved, 10, 64) | select_summaries.configs()[0]
         yield f"b={reserved}", "select_summaries", ["attended", "threshold"], constants, "i32", "bf16"
         constants = retrieve.constants_of(1, 8, 4096, 10, 64, False, 2048, reserved=reserved)
-        constants |= retrieve.configs(2048)[0]
+        constants |= retrieve.configs(2048, 8)[0]
         yield f"b={reserved}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
 
     def assigned(dim, dtype):
@@ -255,8 +256,8 @@ def kernels(architecture):
     yield from routed(128, "max", 64, graphs=1, queries=8)
     for score in ("softmax", "random"):
         yield from routed(128, score)
-    for slots, has_log in ((2048, False), (2048, True), (4096, True)):
-        yield from listed(slots, has_log)
+    for slots, has_log, rows in ((2048, False, 8), (2048, True, 8), (4096, True, 8), (2048, True, 32), (4096, False, 16)):
+        yield from listed(slots, has_log, rows)
     for reserved in (4, 256):
         yield from selected(reserved)
     for dim, dtype in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")):

@@ -47,8 +47,8 @@ def code_of(source: str, graphs: int) -> tuple[list[str], str]:
             capacity, key, value = capacities[layer], caches[2 * layer], caches[2 * layer + 1]
             ckv.append_kv(key, value, new, new, length)
             shortlist, left_out = ckv.route(
-                query, s["centroid"], s["centroid_scale"], s["channel_scale"], s["size"], s["num_communities"],
-                capacity, s["scores"], layer, graphs, KV_HEADS, 0.1, "max", length, SLOTS,
+                query, s["centroid"], s["centroid_scale"], s["channel_scale"], s["size"], s["start"],
+                s["stored"], s["num_communities"], capacity, s["scores"], layer, graphs, KV_HEADS, 0.1, "max", length, SLOTS,
             )  # fmt: skip
             tokens, count = ckv.retrieve(
                 shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"],

@@ -118,12 +118,12 @@ def test_decode_on_a_dynamic_cache():
         launches(*decode_step("dynamic")),
         """\
 append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
@@ -138,14 +138,14 @@ def test_decode_on_a_static_cache():
 fused cumulative_length_0 key_0!
 fused cumulative_length_0!
 fused value_0!
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 first
 merge_splits 8x1x1
 fused cumulative_length_1!
 fused key_1!
 fused value_1!
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
 merge_splits 8x1x1""",
@@ -158,13 +158,13 @@ def test_softmax_score_has_a_pass_more():
         """\
 append_kv 4x1x1 length key_0 value_0
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
@@ -177,14 +177,14 @@ def test_new_tokens_are_assigned_in_all_layers_at_once():
         launches(*decode_step("dynamic", append="assign")),
         """\
 append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first candidate candidate_score candidate_rest
     new_key
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest
@@ -205,7 +205,7 @@ def test_edges_of_scores_come_with_the_attention():
 fused cumulative_length_0 key_0!
 fused cumulative_length_0!
 fused value_0!
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first
     tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 first candidate candidate_score candidate_rest new_key
@@ -213,7 +213,7 @@ merge_splits 8x1x1 capacity_0 candidate_norm
 fused cumulative_length_1!
 fused key_1!
 fused value_1!
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first
     tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first candidate candidate_score candidate_rest new_key
@@ -230,14 +230,14 @@ def test_cosines_over_all_heads_have_a_kernel_of_their_own():
         launches(*decode_step("dynamic", append="assign", graph_aggregation="layer")),
         """\
 append_kv 4x1x1 length key_0 value_0
-route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 edges 64x2x1 key_0 n_indexed capacity_0 length first candidate candidate_score candidate_rest new_key
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
-route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 edges 64x2x1 key_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest new_key
@@ -256,14 +256,14 @@ def test_communities_that_are_not_retrieved_are_selected_and_attended():
         launches(*decode_step("dynamic", centroid_budget=4)),
         """\
 append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
 attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_0
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
 attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1
@@ -278,7 +278,7 @@ def test_mean_values_are_kept_where_tokens_are_assigned():
         launches(*decode_step("dynamic", append="assign", centroid_budget=4)),
         """\
 append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
@@ -287,7 +287,7 @@ sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first candidat
     new_key
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
@@ -310,7 +310,7 @@ def test_means_of_all_heads_are_attended_by_their_own():
 fused cumulative_length_0 key_0!
 fused cumulative_length_0!
 fused value_0!
-route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 first
     tally
 select_summaries 2x1x1 scores size num_communities n_indexed capacity_0 first tally
@@ -321,7 +321,7 @@ merge_splits 8x1x1
 fused cumulative_length_1!
 fused key_1!
 fused value_1!
-route 64x2x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 first
     tally
 select_summaries 2x1x1 scores size num_communities n_indexed capacity_1 first tally
@@ -341,12 +341,12 @@ def test_a_step_of_several_tokens_launches_the_same():
         launches(*decode_step("dynamic", SEVERAL)),
         """\
 append_kv 4x5x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 40x1x1
 append_kv 4x5x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 40x1x1

@@ -13,7 +13,7 @@ SINKS, WINDOW, LAYER = 4, 6, 1
 STATE = (
     "scores", "start", "stored", "size", "member", "log_community", "log_first", "num_communities", "n_indexed",
 )  # fmt: skip
-SMALL = {"PROGRAMS": 4, "PARTS": 2, "BLOCK_J": 4}
+SMALL = {"PROGRAMS": 4, "PARTS": 2, "BLOCK_J": 4, "LOG_N": 4}
 
 
 def case(device, communities=12, first=(5,), n_indexed=(60,), graphs=1, log_entries=7, seed=0, **options):
@@ -32,11 +32,12 @@ def shortlist_of(index, slots, programs, keep, seed=0):
     """``keep(score)`` of a program's entries are listed, at most as many as there is room for; any may be left out."""
     generator = torch.Generator().manual_seed(seed)
     batch, graphs, _ = index.scores.shape
-    shortlist = torch.full((batch, graphs, 3, slots), GARBAGE, dtype=torch.int32)
+    shortlist = torch.full((batch, graphs, 5, slots), GARBAGE, dtype=torch.int32)
     shortlist[:, :, 2] = 0
     left_out = torch.full((batch, graphs, programs), -torch.inf)
     quota = slots // programs
-    scores, sizes, numbers = index.scores.cpu(), index.size[LAYER].cpu(), index.num_communities[LAYER].cpu()
+    scores, numbers = index.scores.cpu(), index.num_communities[LAYER].cpu()
+    sizes, starts, stored = (getattr(index, name)[LAYER].cpu() for name in ("size", "start", "stored"))
     for row in range(batch):
         for graph in range(graphs):
             number = int(numbers[row, graph])
@@ -52,8 +53,9 @@ def shortlist_of(index, slots, programs, keep, seed=0):
                 if len(rest):
                     left_out[row, graph, program] = score[rest].max()
                 slot = slice(program * quota, program * quota + len(listed))
+                begin, held = starts[row, graph, listed], stored[row, graph, listed]
                 shortlist[row, graph, :, slot] = torch.stack(
-                    [score[listed].view(torch.int32), listed.int(), size[listed]]
+                    [score[listed].view(torch.int32), listed.int(), size[listed], begin, held]
                 )
     return shortlist.to(index.scores.device), left_out.to(index.scores.device)
 

@@ -11,7 +11,7 @@ from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.testing import random_index
 
 LAYER, SCALE, LENGTH = 1, 0.3, 50
-STATE = ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")
+STATE = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
 SMALL = {"PROGRAMS": 2, "RUN": 4, "BLOCK_C": 16, "CHUNK": 16}
 QUOTA = 8
 
@@ -48,8 +48,8 @@ def check(query, index, heads, graphs, score="max", length=LENGTH, scale=SCALE, 
             got, want = index.scores[row, graph], exact.scores[row, graph, :number]
             assert got[number:].isnan().all(), "written beyond the last community"
             assert_close(got[:number], want, score)
-            scores, sizes = got[:number].cpu(), index.size[LAYER, row, graph].cpu()
-            check_list(shortlist[row, graph].cpu(), left_out[row, graph].cpu(), scores, sizes, programs, run, quota)
+            listed = shortlist[row, graph].cpu(), left_out[row, graph].cpu()
+            check_list(*listed, got[:number].cpu(), index, row, graph, programs, run, quota)
     for name in STATE:
         assert torch.equal(getattr(index, name).nan_to_num(), getattr(before, name).nan_to_num()), f"{name} changed"
     return index.scores
@@ -67,14 +67,17 @@ def assert_close(got, want, score):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-7)
 
 
-def check_list(shortlist, left_out, scores, sizes, programs, run, quota):
+def check_list(shortlist, left_out, scores, index, row, graph, programs, run, quota):
+    sizes, starts, stored = (getattr(index, name)[LAYER, row, graph].cpu() for name in ("size", "start", "stored"))
     known = scores > -torch.inf
     for program in range(programs):
-        bits, ident, size = shortlist[:, program * quota : (program + 1) * quota]
+        bits, ident, size, start, held = shortlist[:, program * quota : (program + 1) * quota]
         listed = ident[size > 0].long()
         assert len(listed.unique()) == len(listed)
         assert torch.equal(bits[size > 0], scores.view(torch.int32)[listed])
         assert torch.equal(size[size > 0], sizes[listed])
+        assert torch.equal(start[size > 0], starts[listed])
+        assert torch.equal(held[size > 0], stored[listed])
         assert size[len(listed) :].eq(0).all(), "entries come first"
         own = torch.arange(len(scores))
         own = own[(own // run % programs == program) & known]
@@ -187,7 +190,7 @@ def test_infinite_scores_are_the_best(device, infinite):
     )
     scores = index.scores[0, 0, :60].cpu()
     assert scores[:infinite].ge(2.9e38).sum() == (index.size[LAYER, 0, 0, :infinite] > 0).sum()
-    check_list(shortlist[0, 0].cpu(), left_out[0, 0].cpu(), scores, index.size[LAYER, 0, 0].cpu(), 2, 4, QUOTA)
+    check_list(shortlist[0, 0].cpu(), left_out[0, 0].cpu(), scores, index, 0, 0, 2, 4, QUOTA)
 
 
 def test_negative_scale_still_takes_the_largest_score(device):
