@@ -1,10 +1,15 @@
-"""What attention sees in SmolLM2-135M over a text: keys, queries, and the strongest keys of every token (eq. 1)."""
+"""What attention sees in SmolLM2-135M over a text: keys, queries, and the strongest keys of every token (eq. 1).
+
+    python -m bench.capture FILE --text python --layers 0 14 29    # for ``bench.topk_prefill --activations FILE``
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -91,3 +96,29 @@ def capture(
         model.set_attn_implementation(before)
     keys, queries, ids, alphas = (torch.stack(parts) for parts in zip(*(found[one] for one in layers), strict=True))
     return Captured(layers, keys, queries, ids.numpy(), alphas.numpy(), start, scales[0])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write layers, queries [L, Hq, n, D] and keys [L, Hkv, n, D], float16, of a text."""
+    from rich.progress import track
+
+    from bench.texts import LENGTH, frozen_text
+    from ckv_compile.smollm2 import load_smollm2
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--text", default="python", choices=("python", "prose"))
+    parser.add_argument("--tokens", type=int, default=LENGTH)
+    parser.add_argument("--layers", type=int, nargs="+")
+    args = parser.parse_args(argv)
+    tokenizer, model = load_smollm2()
+    steps = iter(track(range(model.config.num_hidden_layers), "layers"))
+    captured = capture(
+        model, frozen_text(args.text, tokenizer)[: args.tokens], args.layers, advance=lambda: next(steps, None)
+    )
+    halves = {"queries": captured.queries[:, 0].half(), "keys": captured.keys[:, 0].half()}
+    torch.save({"layers": captured.layers, **halves}, args.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -143,14 +143,18 @@ def arms_of(case: Case, dtype: torch.dtype, device: str, tuned: dict[str, Any]) 
 # ---------------------------------------------------------------------- what the lists hold
 
 
-def quality(case: Case, query: Tensor, key: Tensor, neighbor: Tensor) -> dict[str, float]:
-    """Of sampled rows: the part whose list is that of ``torch.topk`` up to ties, and the probability that lists keep."""
+def quality(case: Case, query: Tensor, key: Tensor, neighbor: Tensor, *, everywhere: bool = False) -> dict[str, float]:
+    """The part of lists that are those of ``torch.topk`` up to ties, and the probability that lists keep.
+
+    Of sampled rows of some heads, or everywhere.
+    """
     n, group = case.context, case.heads // case.kv_heads
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(n, (SAMPLED,), generator=generator).to(query.device)
+    rows = torch.arange(n) if everywhere else torch.randint(n, (SAMPLED,), generator=generator)
+    rows = rows.to(query.device)
     position = torch.arange(n, device=query.device)
     equal, kept = [], []
-    for head in range(0, case.heads, max(1, case.heads // 4)):
+    for head in range(0, case.heads, 1 if everywhere else max(1, case.heads // 4)):
         score = query[0, head, rows].float() @ key[0, head // group].float().T * case.head_dim**-0.5
         score = score.masked_fill(position > rows[:, None], -torch.inf)
         norm = torch.logsumexp(score, 1, keepdim=True)
@@ -204,6 +208,21 @@ def measure(case: Case, dtype: torch.dtype, device: str, repetitions: int, tuned
         taken = timing(times)
         tflops = case.flops / taken["median_ms"] / 1e9
         rows.append({"kind": "speed", "arm": name, **case.name, "tflops": tflops, **taken})
+    return rows
+
+
+def measure_activations(path: Path, kappa: int, dtype: torch.dtype, device: str, tuned: dict[str, Any]) -> list[dict]:
+    """Rows of what a model's attention saw (see ``bench.capture``), a layer at a time: every list of every head."""
+    captured = torch.load(path, weights_only=True)
+    rows = []
+    for layer, query, key in zip(captured["layers"], captured["queries"], captured["keys"], strict=True):
+        (heads, n, dim), kv_heads = query.shape, len(key)
+        case = Case(n, heads, kv_heads, dim, kappa, f"layer {layer}")
+        query, key = (one[None].to(device, dtype) for one in (query, key))
+        for arm in ("fast", "exact"):
+            function, (_, neighbor, _) = our_arm(query, key, key, kappa, arm, tuned)
+            function()
+            rows.append({"kind": "quality", "arm": arm, **case.name, **quality(case, query, key, neighbor, everywhere=True)})
     return rows
 
 
@@ -292,7 +311,8 @@ def plot(path: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 65536, 131072], help="tokens")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[32768, 65536, 131072], help="tokens")
+    parser.add_argument("--activations", type=Path, help="keys and queries of a model, from bench.capture")
     parser.add_argument("--heads", nargs="+", default=["8/2", "32/8"], help="query heads / KV heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kappa", type=int, default=8)
@@ -313,7 +333,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     contexts, shapes, head_dim = args.contexts, args.heads, args.head_dim
     tuned: dict[str, Any] = {}
-    keys_context, keys_heads, block = max(contexts), 8, 2048
+    keys_context, keys_heads, block = max(contexts, default=0), 8, 2048
     if args.small:
         contexts, shapes, head_dim = [64, 128], ["2/1"], 16
         tuned = {"BLOCK_M": 32, "BLOCK_N": 32}
@@ -325,9 +345,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             for context in contexts:
                 case = Case(context, heads, kv_heads, head_dim, args.kappa, data)
                 results += measure(case, dtype, args.device, args.repetitions, tuned)
-    results += measure_keys(
-        keys_context, keys_heads, head_dim, block, dtype, args.device, args.repetitions, tuned
-    )  # fmt: skip
+    if keys_context:
+        results += measure_keys(
+            keys_context, keys_heads, head_dim, block, dtype, args.device, args.repetitions, tuned
+        )  # fmt: skip
+    if args.activations:
+        results += measure_activations(args.activations, args.kappa, dtype, args.device, tuned)
     show(console, results)
     claims = claims_of(results)
     for name, value in claims.items():
