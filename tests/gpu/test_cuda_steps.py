@@ -168,3 +168,19 @@ def test_addresses_repeat_so_a_second_generation_records_nothing(model):
         manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
         recorded.append(sum(len(nodes) for nodes in manager.roots.values()))
     assert recorded[-1] == recorded[-2]
+
+
+@pytest.mark.parametrize("append", ["attend", "assign"])
+def test_512_greedy_tokens_within_the_budget_are_those_of_dense_steps(append):
+    model = tiny_model("llama", max_position_embeddings=1024).cuda()
+    inputs = {name: value.cuda() for name, value in prompt(batch=1, tokens=200).items()}
+    budget = {"budget": 1024, "append_block": 32, "block_size": 128, "append": append}
+    found = {}
+    for name, options in {"dense": {"min_context": 4096}, "sparse": budget}.items():
+        torch._dynamo.reset()
+        module = compiled(model, **options)
+        found[name] = module.generate(**inputs, max_new_tokens=512, min_new_tokens=512, do_sample=False)
+        explanation = ckv_compile.explain(model, show=False)
+    assert found["sparse"].shape[1] == 712
+    assert torch.equal(found["sparse"], found["dense"])
+    assert (explanation.sparse_steps, explanation.decode_steps) == (511, 2 * 511), str(explanation)
