@@ -1,6 +1,6 @@
 """What attention sees in SmolLM2-135M over a text: keys, queries, and the strongest keys of every token (eq. 1).
 
-    python -m bench.capture FILE --text python --layers 0 14 29    # for ``bench.topk_prefill --activations FILE``
+python -m bench.capture FILE --text python --layers 0 14 29    # for ``bench.topk_prefill --activations FILE``
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ import ckv_compile.backend
 from bench.decode_layer import fill_index, fill_slab
 from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
 from bench.results_file import draw, write_results
+from bench.timeline import Timeline
 from bench.timing import capture, interleaved, label_contexts, synchronize, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -226,6 +227,25 @@ class Bench:
             for arm in arms:
                 with self.part(f"{arm} at {context}"):
                     self.row("generate", arm, context=context, **self.generation(models[arm], context))
+        if args.timeline and "generate" in arms:
+            with self.part("timeline"):
+                self.record_timeline(context)
+
+    def record_timeline(self, context: int) -> None:
+        """One more prefill and partition, recorded: a trace for Perfetto and, where matplotlib is there, a picture."""
+        self.free()
+        timeline, clock = Timeline(self.device), Clock(self, wait=True, segment=1 << 30)
+        clock.on_first_token = lambda: timeline.mark("end of prefill")
+        inputs = self.prompt(context)
+        timeline.start()
+        clock.start()
+        self.compiled.generate(
+            **inputs, max_new_tokens=WARM_TOKENS, do_sample=False,
+            stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        )  # fmt: skip
+        timeline.stop()
+        timeline.write(self.args.timeline)
+        draw(self.console, timeline.plot, self.args.timeline)
 
     def static(self) -> None:
         """A static against a dynamic cache, both through the backend."""
@@ -289,6 +309,7 @@ class Clock(transformers.StoppingCriteria):
     def __init__(self, bench: Bench, wait: bool, segment: int) -> None:
         self.bench, self.wait, self.segment = bench, wait, max(1, segment)
         self.calls, self.prefill_s, self.wait_s, self.segments = 0, 0.0, 0.0, []
+        self.on_first_token: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self.began = time.perf_counter()
@@ -299,6 +320,7 @@ class Clock(transformers.StoppingCriteria):
             synchronize(self.bench.device)
             now = time.perf_counter()
             self.prefill_s = now - self.began
+            self.on_first_token()
             if self.wait:
                 wait_for_partitions(self.bench.args.wait_seconds)
                 self.wait_s = time.perf_counter() - now
@@ -493,6 +515,9 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--segments", type=int, default=3, help="timed parts of a generation")
     parser.add_argument(
         "--warm-up-context", type=int, default=4608, help="more than the budget, so that it compiles all"
+    )
+    parser.add_argument(
+        "--timeline", type=Path, metavar="JSON", help="trace of one more prefill of generate, and a picture"
     )
     parser.add_argument("--static-context", type=int, default=32768)
     parser.add_argument("--static-runs", type=int, default=1)

@@ -222,7 +222,9 @@ def measure_activations(path: Path, kappa: int, dtype: torch.dtype, device: str,
         for arm in ("fast", "exact"):
             function, (_, neighbor, _) = our_arm(query, key, key, kappa, arm, tuned)
             function()
-            rows.append({"kind": "quality", "arm": arm, **case.name, **quality(case, query, key, neighbor, everywhere=True)})
+            rows.append(
+                {"kind": "quality", "arm": arm, **case.name, **quality(case, query, key, neighbor, everywhere=True)}
+            )
     return rows
 
 

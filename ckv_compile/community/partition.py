@@ -65,7 +65,7 @@ def _gather(labels, alone, first, run, cap, room, spread, members, starts, sizes
     """Turn labels into communities that cover every node, no more of them than ``room``.
 
     labels: int32 [G, n], in [0, n); updated. alone: bool [G, n], nodes without an edge. first: int32 [G].
-    spread: numbers as in ``gather_partitions``. members: int32 [G, n], starts, sizes: int32 [G, n], counts: int32 [G]: written.
+    spread: see ``gather_partitions``. members: int32 [G, n], starts, sizes: int32 [G, n], counts: int32 [G]: written.
     """
     graphs, n = labels.shape
     new = np.empty(2 * n + 1, np.int32)

@@ -44,7 +44,8 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
 @register_lowering(_op, type_promotion_kind=None)
 def route(
     query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, start: Any, stored: Any,
-    num_communities: Any, capacity: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float, score: str, length: Any, slots: int,
+    num_communities: Any, capacity: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float,
+    score: str, length: Any, slots: int,
 ) -> list[Any]:  # fmt: skip
     device = query.get_device()
     if device.type != "cuda":
@@ -57,18 +58,20 @@ def route(
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
     tuned = configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)
     examples = makers(batch, num_graphs, constants["PARTS"] * dim, slots, budget=1)
-    index = fixed(size, start, stored, num_communities, capacity)
+    sizes, places, counts = fixed(size), fixed(start, stored), fixed(num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
     if score in ("recency", "random"):
-        inputs = [*index, *fixed(length), scores, shortlist]
+        inputs = [*sizes, *places, *counts, *fixed(length), scores, shortlist]
         return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
-    inputs = [*fixed(query, centroid, centroid_scale, channel_scale), *index]
+    scored = [*fixed(query, centroid, centroid_scale, channel_scale), *sizes]
+    inputs = [*scored, *places, *counts]
     if score == "softmax":
         statistics = [batch, heads * queries, constants["PROGRAMS"]]
         mass = empty(statistics, torch.float32, device)
+        first_pass = {**constants, "STATISTICS": True}
         top = template(
-            [*inputs[:5], *inputs[7:], mass], (statistics, torch.float32), [mass], {**constants, "STATISTICS": True}, tuned, examples
+            [*scored, *counts, mass], (statistics, torch.float32), [mass], first_pass, tuned, examples
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]

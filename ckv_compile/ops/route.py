@@ -95,8 +95,8 @@ def _route_fake(
 
 register_op(
     "route(Tensor query, Tensor centroid, Tensor centroid_scale, Tensor channel_scale, Tensor size, "
-    "Tensor start, Tensor stored, Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, int num_graphs, int num_kv_heads, "
-    "float scale, str score, Tensor length, int slots) -> (Tensor, Tensor)",
+    "Tensor start, Tensor stored, Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, "
+    "int num_graphs, int num_kv_heads, float scale, str score, Tensor length, int slots) -> (Tensor, Tensor)",
     _route,
     _route_fake,
 )

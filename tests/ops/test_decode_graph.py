@@ -29,7 +29,8 @@ def decode(query, key_new, value_new, length, first, caches, **state):
         ckv.append_kv(key, value, new, value_new, length)
         shortlist, left_out = ckv.route(
             hidden, s["centroid"], s["centroid_scale"], s["channel_scale"], s["size"], s["start"],
-            s["stored"], s["num_communities"], s["capacity"], s["scores"], layer, KV_HEADS, KV_HEADS, 0.3, "max", length, SLOTS,
+            s["stored"], s["num_communities"], s["capacity"], s["scores"], layer, KV_HEADS, KV_HEADS, 0.3, "max",
+            length, SLOTS,
         )  # fmt: skip
         tokens, count = ckv.retrieve(
             shortlist, left_out, s["scores"], s["start"], s["stored"], s["size"], s["member"], s["log_community"],

@@ -156,7 +156,8 @@ def kernels(architecture):
     def listed(slots, has_log, rows=8):
         constants = retrieve.constants_of(rows // 8, 8, 4096, 10, 64, has_log, slots)
         constants |= retrieve.configs(slots, rows, has_log)[0]
-        yield f"slots={slots} log={has_log} rows={rows}", "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
+        label = f"slots={slots} log={has_log} rows={rows}"
+        yield label, "retrieve", ["attended", "threshold"], constants, "i32", "bf16"
 
     def summarized(dim, dtype, heads=32, kv_heads=8, graphs=8, reserved=64, values=False):
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -256,8 +257,9 @@ def kernels(architecture):
     yield from routed(128, "max", 64, graphs=1, queries=8)
     for score in ("softmax", "random"):
         yield from routed(128, score)
-    for slots, has_log, rows in ((2048, False, 8), (2048, True, 8), (4096, True, 8), (2048, True, 32), (4096, False, 16)):
+    for slots, has_log, rows in ((2048, False, 8), (2048, True, 8), (4096, True, 8), (2048, True, 32)):
         yield from listed(slots, has_log, rows)
+    yield from listed(4096, False, 16)
     for reserved in (4, 256):
         yield from selected(reserved)
     for dim, dtype in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")):
