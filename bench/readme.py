@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from bench.readme_speed import speed_tables
 from bench.results_file import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -88,7 +89,7 @@ def stream_table() -> str:
     return "\n".join([*lines, "", f"From {files_used}.", ""])
 
 
-SECTIONS = {"quality": table, "streams": stream_table}
+SECTIONS = {"quality": table, "streams": stream_table, "speed": speed_tables}
 
 
 def with_table(text: str) -> str:
