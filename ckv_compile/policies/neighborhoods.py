@@ -37,7 +37,7 @@ class Neighborhoods(TokenPolicy):
         """Minus the place in line: of the seed that brings a token in, then of the token itself."""
         own = step.by_graph(step.choose(step.logits())).amax(2)  # [b, G, gap]
         gap = own.shape[-1]
-        order = own.argsort(-1, descending=True, stable=True)
+        order = own.sort(dim=-1, descending=True, stable=True).indices
         place = torch.empty_like(order).scatter_(2, order, torch.arange(gap, device=own.device).expand_as(order))
         near = step.state["neighbor"][:, :, step.gap] - step.gap.start  # [b, G, gap, edges]
         known = (near >= 0) & (near < gap)

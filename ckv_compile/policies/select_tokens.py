@@ -90,4 +90,4 @@ def best(scores: Tensor, room: int) -> Tensor:
     """Places of the ``room`` largest of scores [.., n], of equals the later, NaN last: int64 [.., room], ascending."""
     last = scores.shape[-1] - 1
     ranked = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).flip(-1)
-    return last - ranked.argsort(-1, descending=True, stable=True)[..., :room].sort(-1, descending=True).values
+    return last - ranked.sort(dim=-1, descending=True, stable=True).indices[..., :room].sort(-1, descending=True).values

@@ -65,7 +65,9 @@ def test_several_tokens_at_a_time_and_a_crop_are_exact_within_the_budget(interpr
         for begin, end in ((64, 68), (68, 69), (69, 72)):
             module(ids[:, begin:end].contiguous(), past_key_values=cache, use_cache=True)
         cache.crop(66)
-        got = [module(ids[:, begin : begin + 4].contiguous(), past_key_values=cache).logits for begin in range(66, 90, 4)]
+        got = [
+            module(ids[:, begin : begin + 4].contiguous(), past_key_values=cache).logits for begin in range(66, 90, 4)
+        ]
         want = model(ids).logits[:, 66:]
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
     assert ckv_compile.explain(module, show=False).sparse_steps >= 9
