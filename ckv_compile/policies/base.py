@@ -83,7 +83,10 @@ class TokenPolicy(Policy):
         """See a prefill of a layer: query [B, Hq, Q, D] of positions ``length ..``, key [B, Hkv, length + Q, D]."""
 
     def scores(self, step: Step) -> Tensor:
-        """[b, G, gap], of the positions ``step.gap``; larger is better, and of equals the newer. NaN is worst."""
+        """float32 [b, G, gap] of the positions ``step.gap``; larger is better, of equals the newer, and NaN is worst.
+
+        Or int64, all different.
+        """
         raise NotImplementedError
 
 

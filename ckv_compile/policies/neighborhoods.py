@@ -46,4 +46,4 @@ class Neighborhoods(TokenPolicy):
         seed = torch.minimum(place, asked.amin(3))  # edges from the token
         of_self = torch.where(known, place[..., None], gap).flatten(2)
         seed = seed.scatter_reduce(2, near.flatten(2), of_self, "amin")  # and to it
-        return -(seed.double() * (gap + 1) + place)
+        return -(seed * (gap + 1) + place)

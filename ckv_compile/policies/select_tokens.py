@@ -87,7 +87,14 @@ def select_tokens(
 
 
 def best(scores: Tensor, room: int) -> Tensor:
-    """Places of the ``room`` largest of scores [.., n], of equals the later, NaN last: int64 [.., room], ascending."""
-    last = scores.shape[-1] - 1
-    ranked = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).flip(-1)
-    return last - ranked.sort(dim=-1, descending=True, stable=True).indices[..., :room].sort(-1, descending=True).values
+    """Places of the ``room`` largest of scores [.., n], of equals the later, NaN last: int64 [.., room], ascending.
+
+    Scores are float32, or int64 that differ from one another.
+    """
+    if scores.dtype != torch.int64:
+        scores = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        bits = (scores + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
+        # An integer that orders like (score, place).
+        scores = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF)) * (1 << 31)
+        scores = scores + torch.arange(scores.shape[-1], device=scores.device)
+    return scores.topk(room, -1).indices.sort(-1).values

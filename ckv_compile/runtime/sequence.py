@@ -27,6 +27,7 @@ from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
 from ckv_compile.policies import TokenPolicy, policy_of
+from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
@@ -338,8 +339,9 @@ class Sequence:
                 stop = min(stop, start + size)
             self.submitted[layer] = stop
             policy, config = policy_of(self.config.policy), self.config
-            policy.prepare(self.index.of_policy(layer), key, start, stop, size, self.first, config)
-            given = policy.block_input(key, self.first_host, start, stop, size, self.shape.graphs, config)
+            keys = cache_prefix(key, stop, "key")  # a prefill's is nominal
+            policy.prepare(self.index.of_policy(layer), keys, start, stop, size, self.first, config)
+            given = policy.block_input(keys, self.first_host, start, stop, size, self.shape.graphs, config)
             neighbors = Arriving(given)
             for begin in range(start, stop, size):
                 end = min(begin + size, stop)

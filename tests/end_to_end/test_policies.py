@@ -18,7 +18,7 @@ def compiled(model, **options):
     return torch.compile(model, backend="communitykv", options={**SMALL, **options})
 
 
-def generate(module, tokens=70, new_tokens=24, cache="dynamic", **kwargs):
+def generate(module, tokens=150, new_tokens=24, cache="dynamic", **kwargs):
     static = {"cache_implementation": "static"} if cache == "static" else {}
     inputs = prompt(tokens=tokens, padded=True)
     return module.generate(
@@ -32,7 +32,7 @@ def generate(module, tokens=70, new_tokens=24, cache="dynamic", **kwargs):
 def test_a_budget_of_the_context_is_exact_while_the_index_grows(interpreted, policy, cache):
     model = tiny_model("llama")
     expected = generate(model).sequences
-    module = compiled(model, policy=policy, budget=100)
+    module = compiled(model, policy=policy, budget=180)
     assert torch.equal(generate(module, cache=cache).sequences, expected)
     report = ckv_compile.explain(module, show=False)
     assert (report.decode_steps, report.sparse_steps) == (23, 23)
@@ -58,19 +58,20 @@ def test_a_smaller_budget_is_kept_and_repeats(interpreted, policy):
 @pytest.mark.parametrize("policy", OTHERS)
 def test_several_tokens_at_a_time_and_a_crop_are_exact_within_the_budget(interpreted, policy):
     model = tiny_model("llama")
-    module = compiled(model, policy=policy, budget=120)
-    ids, cache = prompt(tokens=90)["input_ids"], DynamicCache(config=model.config)
+    module = compiled(model, policy=policy, budget=190)
+    ids, cache = prompt(tokens=174)["input_ids"], DynamicCache(config=model.config)
     with torch.no_grad():
-        module(ids[:, :64], past_key_values=cache, use_cache=True)
-        for begin, end in ((64, 68), (68, 69), (69, 72)):
+        module(ids[:, :148], past_key_values=cache, use_cache=True)
+        for begin, end in ((148, 152), (152, 153), (153, 156)):
             module(ids[:, begin:end].contiguous(), past_key_values=cache, use_cache=True)
-        cache.crop(66)
+        cache.crop(-6)
         got = [
-            module(ids[:, begin : begin + 4].contiguous(), past_key_values=cache).logits for begin in range(66, 90, 4)
+            module(ids[:, begin : begin + 4].contiguous(), past_key_values=cache).logits for begin in range(150, 174, 4)
         ]
-        want = model(ids).logits[:, 66:]
+        want = model(ids).logits[:, 150:]
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
-    assert ckv_compile.explain(module, show=False).sparse_steps >= 9
+    # A cropped cache may have to be copied, and over a copy policies that need the prompt's queries are dense.
+    assert ckv_compile.explain(module, show=False).sparse_steps >= (3 if policy in SEEING else 9)
 
 
 @pytest.mark.parametrize("policy", SEEING)
