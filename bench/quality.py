@@ -257,8 +257,8 @@ def bootstrap(values: np.ndarray, samples: int = 10_000, seed: int = 0) -> tuple
     return float(low), float(high)
 
 
-def summary(rows: list[dict]) -> list[dict]:
-    """One cell per texts, test, policy and budget; differences from "keys" are paired by token."""
+def summary(rows: list[dict], baseline: str = "keys") -> list[dict]:
+    """One cell per texts, test, policy and budget; differences from the baseline policy are paired by token."""
     values: dict[tuple, list] = {}
     for row in rows:
         key = row["texts"], row["test"], row["policy"], row["budget"]
@@ -271,10 +271,10 @@ def summary(rows: list[dict]) -> list[dict]:
             "top1": agree.mean(), "top1_interval": wilson(int(agree.sum()), len(agree)),
             "kl": kl.mean(), "kl_interval": bootstrap(kl),
         }  # fmt: skip
-        keys = cells.get((texts_name, test, "keys", budget))
-        if keys is not None and policy != "keys":
-            entry["keys_top1_gain_interval"] = bootstrap(keys[0] - agree)
-            entry["keys_kl_gain_interval"] = bootstrap(kl - keys[1])
+        ours = cells.get((texts_name, test, baseline, budget))
+        if ours is not None and policy != baseline:
+            entry[f"{baseline}_top1_gain_interval"] = bootstrap(ours[0] - agree)
+            entry[f"{baseline}_kl_gain_interval"] = bootstrap(kl - ours[1])
         result.append(entry)
     return result
 

@@ -89,7 +89,58 @@ def stream_table() -> str:
     return "\n".join([*lines, "", f"From {files_used}.", ""])
 
 
-SECTIONS = {"quality": table, "streams": stream_table, "speed": speed_tables}
+def newest_policies() -> tuple[list[dict], dict[str, dict], dict, list[str]]:
+    """Cells and index costs of ``bench.policies``, of the newest file that holds each; the newest file, and all names."""
+    files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("policies-*.json")]
+    files.sort(key=lambda pair: pair[0]["date"])
+    cells: dict[tuple, tuple[dict, str]] = {}
+    costs: dict[str, dict] = {}
+    for file, name in files:
+        costs |= file["costs"]
+        for cell in file["cells"]:
+            cells[cell["test"], cell["policy"], cell["budget"]] = cell, name
+    return [cell for cell, _ in cells.values()], costs, files[-1][0], sorted({name for _, name in cells.values()})
+
+
+def policies_table() -> str:
+    """What ``bench.policies`` measured: of each text, what is attended to, and what is predicted."""
+    cells, costs, newest, names = newest_policies()
+    budgets = sorted({cell["budget"] for cell in cells})
+    lines = []
+    for text in [text for text in TESTS if any(cell["test"] == text for cell in cells)]:
+        own = {(cell["policy"], cell["budget"]): cell for cell in cells if cell["test"] == text}
+        policies = list(dict.fromkeys(policy for policy, _ in own))
+        context, tokens = newest["context"], next(iter(own.values()))["tokens"]
+        heads = " | ".join(f"{budget} (1/{context // budget})" for budget in budgets)
+        lines += [f"| {TESTS[text]}, recall and output error | {heads} | index |", "|---" * (len(budgets) + 2) + "|"]
+        for policy in policies:
+            row = [own.get((policy, budget)) for budget in budgets]
+            shown = [f"{cell['recall']:.3f}, {cell['error']:.3f}" if cell else "-" for cell in row]
+            cost = costs[policy]
+            index = f"{cost['bytes'] / cost['kv_bytes']:.1%}, {cost['seconds']:.0f} s"
+            lines.append(f"| `{policy}` | {' | '.join(shown)} | {index} |")
+        lines += ["", f"| {TESTS[text]}, {tokens} tokens | {heads} |", "|---" * (len(budgets) + 1) + "|"]
+        for policy in policies:
+            lines.append(f"| `{policy}` | " + " | ".join(_cell(own.get((policy, budget))) for budget in budgets) + " |")
+        lines += ["", f"Less KL than communities on {TESTS[text]} (bold: the paired 95 % interval excludes none):", ""]
+        lines += [f"- {budget} tokens: {_ahead(own, policies, budget)}" for budget in budgets]
+        lines.append("")
+    return "\n".join([*lines, f"From {', '.join(f'`{name}`' for name in names)}.", ""])
+
+
+def _ahead(own: dict[tuple[str, int], dict], policies: list[str], budget: int) -> str:
+    """Policies of less KL than communities at a budget, best first."""
+    ours = own["communities", budget]["kl"]
+    found = []
+    for policy in policies:
+        cell = own.get((policy, budget))
+        if cell is not None and cell["kl"] < ours:
+            sure = cell["communities_kl_gain_interval"][1] < 0
+            found.append((cell["kl"], f"**`{policy}`**" if sure else f"`{policy}`"))
+    return ", ".join(name for _, name in sorted(found)) or "none"
+
+
+SECTIONS = {"quality": table, "streams": stream_table, "policies": policies_table, "speed": speed_tables}
 
 
 def with_table(text: str) -> str:

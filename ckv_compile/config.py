@@ -13,9 +13,16 @@ Aggregation = Literal["group", "head", "layer"]
 Score = Literal["max", "softmax"]
 TopK = Literal["fast", "exact"]
 Engine = Literal["native", "igraph", "leidenalg"]
-Policy = Literal["communities", "streaming", "random"]
+Policy = Literal[
+    "communities", "components", "neighborhoods", "kmeans", "kmeans_l2", "quest", "sparq", "tokenselect", "freekv", "h2o",
+    "snapkv", "graphkv", "streaming", "random", "oracle",
+]  # fmt: skip
 Append = Literal["attend", "assign"]
 Grouping = Literal["off", "inputs", "all"]
+
+# Policies that score every token at a step, instead of publishing groups of them (``ckv_compile.policies``).
+TOKEN_POLICIES = ("neighborhoods", "quest", "sparq", "tokenselect", "freekv", "h2o", "snapkv", "graphkv", "oracle")
+KEY_GRAPH_POLICIES = ("components", "neighborhoods")  # those on the graph of nearest keys
 
 # gamma of mean size s on a causal key graph of n nodes is about GAMMA_NUMERATOR / s * n / 512 (measured on two models).
 GAMMA_NUMERATOR = 100.0
@@ -58,7 +65,7 @@ class CommunityConfig:
     score: Score = "max"
     prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
     centroid_budget: int = 0  # communities that enter attention by their means (paper, table 6: 0 is best)
-    policy: Policy = "communities"  # the others are controls for comparison
+    policy: Policy = "communities"  # the others are for comparison (``ckv_compile.policies``)
 
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
     recent_window: int = 64
@@ -114,6 +121,16 @@ class CommunityConfig:
             raise ValueError(
                 f"options['budget'] must be at least num_sink_tokens + recent_window + 1{reserved} ({needed}), "
                 f"got {self.budget}; raise options['budget']"
+            )
+        if self.centroid_budget and self.policy in TOKEN_POLICIES:
+            raise ValueError(
+                f"options['centroid_budget'] must be 0 with policy={self.policy!r}, which forms no communities, "
+                f"got {self.centroid_budget}"
+            )
+        if self.policy in KEY_GRAPH_POLICIES and self.graph != "keys":
+            raise ValueError(
+                f"options['policy'] = {self.policy!r} needs graph='keys', got graph={self.graph!r}: it is a control on "
+                "the graph of nearest keys"
             )
         if self.append_block > self.block_size:
             raise ValueError(

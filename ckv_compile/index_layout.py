@@ -12,6 +12,9 @@ import dataclasses
 import torch
 
 from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
+from ckv_compile.policies import policy_of
+from ckv_compile.policies.base import PAGE
+from ckv_compile.policies.neighborhoods import edges_of
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
@@ -55,6 +58,15 @@ CANDIDATES = ("candidate", "candidate_score", "candidate_rest", "candidate_norm"
 # further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
 SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
 ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
+# further state of policies other than communities; each names what it keeps (``ckv_compile.policies``)
+POLICY_STATE: dict[str, torch.dtype | None] = {
+    "importance": torch.float32,
+    "neighbor": torch.int32,
+    "page_low": None,
+    "page_high": None,
+    "last_query": torch.float32,
+}
+EMPTY = {"importance": torch.inf}  # what a buffer holds where nothing was written, if not 0
 # the state that has an entry for each community, ``[L, B, G, C, ...]``
 PER_COMMUNITY = (
     "start",
@@ -108,6 +120,7 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
         **(ASSIGN_STATE if assigns else {}),
         **(SUMMARY_STATE if summarizes else {}),
         **(ASSIGN_SUMMARY_STATE if assigns and summarizes else {}),
+        **{name: POLICY_STATE[name] for name in policy_of(config.policy).state},
     }
     return {name: kind or dtype for name, kind in kinds.items()}
 
@@ -116,7 +129,8 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
 class IndexShape:
     """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log.
 
-    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths.
+    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths. neighbors: that a
+    policy keeps of each token.
     """
 
     layers: int
@@ -133,6 +147,8 @@ class IndexShape:
     places: int
     slots: int
     rests: int
+    query_heads: int = 0
+    neighbors: int = 0
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
@@ -156,11 +172,14 @@ class IndexShape:
             places=places,
             slots=candidate_slots(config.budget, config.num_sink_tokens),
             rests=rest_slots(config.kappa),
+            query_heads=geometry.num_query_heads,
+            neighbors=edges_of(config),
         )
 
     def of(self, name: str) -> tuple[int, ...]:
         per_row, per_graph = (self.layers, self.batch), (self.layers, self.batch, self.graphs)
         edges = (*per_row, self.lists, self.log, self.kappa)
+        pages = (*per_row, self.kv_heads, -(-self.tokens // PAGE), self.head_dim)
         return {
             "n_indexed": per_row,
             "log_first": per_row,
@@ -188,6 +207,11 @@ class IndexShape:
             "candidate_norm": (*per_row, self.lists),
             "new_key": (*per_row, self.kv_heads, self.head_dim),
             "new_value": (*per_row, self.kv_heads, self.head_dim),
+            "importance": (*per_graph, self.tokens),
+            "neighbor": (*per_graph, self.tokens, self.neighbors),
+            "page_low": pages,
+            "page_high": pages,
+            "last_query": (*per_row, self.query_heads, self.head_dim),
             "scores": (self.batch, self.graphs, self.communities),
             "tally": (self.layers, 2),
         }[name]

@@ -666,18 +666,30 @@ def assert_consistent_index(sequence: Any) -> None:
 
 
 def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: float = 0.25) -> tuple[Tensor, Tensor]:
-    """What a decode step of ``bare_sequence`` retrieves with ``query`` [B, Hq, 1, D]: ``ckv::route``, ``ckv::retrieve``."""
+    """The list of a decode step of ``bare_sequence`` for ``query`` [B, Hq, Q, D], by the operators of its policy."""
+    from ckv_compile.index_layout import POLICY_STATE
+    from ckv_compile.policies import TokenPolicy, policy_of
+
     index, config, shape = sequence.index, sequence.config, sequence.shape
     at, capacity = index.nominal, index.nominal[f"capacity_{layer}"]
+    sizes = config.num_sink_tokens, config.recent_window
+    policy = policy_of(config.policy)
+    if isinstance(policy, TokenPolicy):
+        return torch.ops.ckv.select_tokens(
+            query, sequence.keys(layer), at["n_indexed"], capacity, sequence.length_device, sequence.first_device,
+            at["tally"], *(at.get(name) for name in POLICY_STATE), config.policy, layer, scale, shape.graphs, budget,
+            *sizes, shape.neighbors,
+        )  # fmt: skip
     listed = torch.ops.ckv.route(
         query, at["centroid"], at["centroid_scale"], at["channel_scale"], at["size"], at["num_communities"], capacity,
-        at["scores"], layer, shape.graphs, shape.kv_heads, scale, "max", sequence.length_device, 2048,
+        at["scores"], layer, shape.graphs, shape.kv_heads, scale, policy.score or config.score, sequence.length_device,
+        2048,
     )  # fmt: skip
     return torch.ops.ckv.retrieve(
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],
         at["log_first"], at["num_communities"], at["n_indexed"], capacity, sequence.length_device,
-        sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, config.num_sink_tokens,
-        config.recent_window, "label" in index.buffers,
+        sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, *sizes,
+        "label" in index.buffers, query.shape[2],
     )  # fmt: skip
 
 

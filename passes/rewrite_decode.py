@@ -18,6 +18,7 @@ from ckv_compile.index_layout import (
     CANDIDATES,
     NOMINAL_LENGTH,
     NOMINAL_STATE,
+    POLICY_STATE,
     assigns_tokens,
     edge_lists,
     shortlist_slots,
@@ -34,6 +35,8 @@ from ckv_compile.passes.rewrite_plan import (
     size_reader,
     static_sizes,
 )
+from ckv_compile.policies import GroupPolicy, TokenPolicy, policy_of
+from ckv_compile.policies.neighborhoods import edges_of
 
 ckv = torch.ops.ckv
 ROUTED = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
@@ -164,7 +167,6 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
     groups = site.num_kv_heads
     graphs = {"group": groups, "head": site.num_query_heads, "layer": 1}[config.graph_aggregation]
     sinks, window = config.num_sink_tokens, config.recent_window
-    score = {"communities": config.score, "streaming": "recency", "random": "random"}[config.policy]
     batch = site.query.meta["example_value"].shape[0]
     capacity, reserved = state[f"capacity_{layer}"], config.centroid_budget
     new: list[fx.Node] = []
@@ -176,47 +178,8 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
             size = graph.call_method("size", (site.query, 0))
             size.meta["example_value"] = batch
             batch = size
-        routed = call(
-            ckv.route.default,
-            (site.query, *(state[n] for n in ROUTED), capacity, state["scores"], layer, graphs, groups, site.scale,
-             score, length, shortlist_slots(config)),
-        )  # fmt: skip
-        shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
-        retrieved = call(
-            ckv.retrieve.default,
-            (
-                shortlist,
-                left_out,
-                *(
-                    state[n]
-                    for n in (
-                        "scores",
-                        "start",
-                        "stored",
-                        "size",
-                        "member",
-                        "log_community",
-                        "log_first",
-                        "num_communities",
-                        "n_indexed",
-                    )
-                ),
-                capacity,
-                length,
-                state["first"],
-                state["tally"],
-                layer,
-                batch,
-                graphs,
-                config.budget,
-                sinks,
-                window,
-                assigns_tokens(config),
-                *((queries, reserved) if reserved else (queries,) if queries > 1 else ()),
-            ),
-        )
-        tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
-        new += [routed, shortlist, left_out, retrieved, tokens, count]
+        select = _select if isinstance(policy_of(config.policy), TokenPolicy) else _retrieve
+        tokens, count = select(site, layer, key, batch, graphs, length, queries, state, config, call, new)
         means: tuple = ()
         if reserved:
             read = [state[name] for name in ("scores", "size", "num_communities", "n_indexed")]
@@ -242,6 +205,71 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
         new.append(out)
     graph_edit.set_example_values(graph, new)
     graph_edit.take_place(out, site.node)
+
+
+def _select(site, layer, key, batch, graphs, length, queries, state, config, call, new) -> tuple[fx.Node, fx.Node]:
+    """The list of a policy that scores every token. New nodes are appended to ``new``."""
+    kept = [state.get(name) for name in POLICY_STATE]
+    arguments = (
+        site.query, key, state["n_indexed"], state[f"capacity_{layer}"], length, state["first"], state["tally"], *kept,
+        config.policy, layer, site.scale, graphs, config.budget, config.num_sink_tokens, config.recent_window,
+        edges_of(config),
+    )  # fmt: skip
+    selected = call(ckv.select_tokens.default, arguments)
+    tokens, count = call(operator.getitem, (selected, 0)), call(operator.getitem, (selected, 1))
+    new += [selected, tokens, count]
+    return tokens, count
+
+
+def _retrieve(site, layer, key, batch, graphs, length, queries, state, config, call, new) -> tuple[fx.Node, fx.Node]:
+    """The list of the best groups of tokens that fit the budget. New nodes are appended to ``new``."""
+    policy = policy_of(config.policy)
+    assert isinstance(policy, GroupPolicy)
+    score = policy.score or config.score
+    groups, capacity, reserved = site.num_kv_heads, state[f"capacity_{layer}"], config.centroid_budget
+    sinks, window = config.num_sink_tokens, config.recent_window
+    routed = call(
+        ckv.route.default,
+        (site.query, *(state[n] for n in ROUTED), capacity, state["scores"], layer, graphs, groups, site.scale, score,
+         length, shortlist_slots(config)),
+    )  # fmt: skip
+    shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
+    retrieved = call(
+        ckv.retrieve.default,
+        (
+            shortlist,
+            left_out,
+            *(
+                state[n]
+                for n in (
+                    "scores",
+                    "start",
+                    "stored",
+                    "size",
+                    "member",
+                    "log_community",
+                    "log_first",
+                    "num_communities",
+                    "n_indexed",
+                )
+            ),
+            capacity,
+            length,
+            state["first"],
+            state["tally"],
+            layer,
+            batch,
+            graphs,
+            config.budget,
+            sinks,
+            window,
+            assigns_tokens(config),
+            *((queries, reserved) if reserved else (queries,) if queries > 1 else ()),
+        ),
+    )
+    tokens, count = call(operator.getitem, (retrieved, 0)), call(operator.getitem, (retrieved, 1))
+    new += [routed, shortlist, left_out, retrieved, tokens, count]
+    return tokens, count
 
 
 def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Node], length: fx.Node, config) -> None:

@@ -25,6 +25,7 @@ from ckv_compile.passes.rewrite_plan import (
     size_reader,
     static_sizes,
 )
+from ckv_compile.policies import policy_of
 
 ckv = torch.ops.ckv
 
@@ -135,6 +136,9 @@ def _replace(graph, site, layer, key, value, state, config) -> None:
             num_new = size
         common = (site.query, key, value, state["length"], state["first"], state["ticket"], site.scale)
         submitted = (state["ticket"], key, state["length"], num_new)
+        if policy_of(config.policy).sees_prompt:
+            seen = (state["ticket"], site.query, key, state["length"], site.scale, layer)
+            new.append(call(ckv.observe_prompt.default, seen))
         # What reads the ticket comes after what writes it, layer by layer: Inductor would copy a ticket that is read late.
         if lists:
             selection = (config.num_sink_tokens, config.kappa, site.sink_logits, config.topk)

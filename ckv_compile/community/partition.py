@@ -171,6 +171,15 @@ def gather_partitions(
     ]  # fmt: skip
 
 
+def partitions_of(labels: np.ndarray, first: int, config: CommunityConfig) -> list[Partition]:
+    """Partitions that labels of another origin give, of any size. labels: int32 [G, n], in [0, n) from ``first`` on."""
+    graphs, n = labels.shape
+    return gather_partitions(
+        labels, np.zeros(labels.shape, np.bool_), np.full(graphs, first, np.int32), mean_size=config.mean_size,
+        max_community_size=0, room=_most_communities(n, config), gammas=np.zeros(graphs),
+    )  # fmt: skip
+
+
 def contiguous_pages(n: int, node_first: int, page: int, *, reason: str | None = None) -> Partition:
     """Communities that are runs of ``page`` tokens: what stands in when a graph could not be partitioned."""
     first = min(max(0, int(node_first)), n)

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import NOMINAL_STATE, PER_COMMUNITY, IndexShape, assigns_tokens, state_dtypes
+from ckv_compile.index_layout import (
+    EMPTY,
+    NOMINAL_STATE,
+    PER_COMMUNITY,
+    POLICY_STATE,
+    IndexShape,
+    assigns_tokens,
+    state_dtypes,
+)
 from ckv_compile.reference.encode_centroids import decode_centroids
 from ckv_compile.runtime.statistics import LayerPartition
 from ckv_compile.runtime.transfer import to_device
@@ -29,7 +37,7 @@ class CommunityIndex:
     def __init__(self, shape: IndexShape, config: CommunityConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.config, self.dtype, self.device = shape, config, dtype, device
         self.buffers = {
-            name: torch.zeros(shape.of(name), dtype=kind, device=device)
+            name: torch.full(shape.of(name), EMPTY.get(name, 0), dtype=kind, device=device)
             for name, kind in state_dtypes(config, dtype).items()
         }
         sizes = [[shape.communities, shape.tokens, shape.log, layer] for layer in range(shape.layers)]
@@ -70,12 +78,25 @@ class CommunityIndex:
         """Forget every community: all layers decode densely."""
         for name in ("n_indexed", "num_communities", "tally"):
             self.buffers[name].zero_()
+        self._forget_observed(0)
         self.begin_log(0)
         self.used = [0] * self.shape.layers
         self.marks = [[] for _ in range(self.shape.layers)]
 
+    def of_policy(self, layer: int) -> dict[str, torch.Tensor]:
+        """What the policy keeps about a layer, by name; sharing memory."""
+        return {name: self.buffers[name][layer] for name in POLICY_STATE if name in self.buffers}
+
+    def _forget_observed(self, length: int) -> None:
+        """What a policy knows of positions from ``length`` on, and of the step before, describes tokens that are gone."""
+        if "importance" in self.buffers:
+            self.importance[..., length:] = EMPTY["importance"]
+        if "last_query" in self.buffers:
+            self.last_query.zero_()
+
     def truncate(self, length: int) -> None:
         """Keep only blocks that end at or before ``length`` tokens: later positions will be written anew."""
+        self._forget_observed(length)
         for layer in range(self.shape.layers):
             kept = [mark for mark in self.marks[layer] if mark[0] <= length]
             if len(kept) < len(self.marks[layer]) or assigns_tokens(self.config):

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckv_compile.community import partition as partitions
-
-CONTROL_PAGE = 16  # tokens of one page of the control policies
+from ckv_compile.policies import policy_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,18 +103,10 @@ def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config,
 
 
 def partition_block(
-    neighbors: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, *, stop
+    given: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, *, stop
 ) -> list[list]:
-    """Worker side of "keys" (and of the control policies, whose communities are pages)."""
-    if config.policy != "communities":
-        graphs, nodes = neighbors.shape[1], neighbors.shape[2]
-        return [[partitions.contiguous_pages(nodes, row, CONTROL_PAGE)] * graphs for row in first]
-    return [
-        partitions.partition_keys_block(
-            neighbors[row], first[row], config=config, memory=memory, layer=layer, stop=stop, backlog=backlog
-        )
-        for row in range(len(first))
-    ]
+    """Worker side of an index in blocks: the groups that the policy makes of what it asked for, of one block."""
+    return policy_of(config.policy).partition(given, first, config, memory, layer, backlog, stop)
 
 
 def partition_whole(

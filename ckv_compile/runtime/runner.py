@@ -462,7 +462,8 @@ class GraphRunner:
         elif sequence.length + self._new <= self.config.min_context:
             statistics.dense("the context is not longer than min_context")
         elif sequence.unseen_queries:
-            statistics.dense("the backend never saw the queries of this prompt, which graph='attention' needs")
+            what = "graph='attention'" if not sequence.in_blocks else f"policy={self.config.policy!r}"
+            statistics.dense(f"the backend never saw the queries of this prompt, which {what} needs")
         else:
             statistics.dense("the partition was not ready yet")
 

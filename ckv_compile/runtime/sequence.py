@@ -26,6 +26,8 @@ from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
+from ckv_compile.policies import TokenPolicy, policy_of
+from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
@@ -112,7 +114,7 @@ class Sequence:
         self.submitted = [0] * self.geometry.num_layers
         self.closed = [0] * self.geometry.num_layers
         self.edges = [LayerEdges() for _ in range(self.geometry.num_layers)]
-        self.unseen_queries = length > 0 and not self.in_blocks
+        self.unseen_queries = length > 0 and (not self.in_blocks or policy_of(self.config.policy).sees_prompt)
         self.set_first(first)
 
     def prefilled(self, length: int) -> None:
@@ -228,6 +230,12 @@ class Sequence:
 
     # ------------------------------------------------------------------ submission
 
+    def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, length: int, scale: float) -> None:
+        """Handler of ``ckv::observe_prompt``: query [B, Hq, Q, D] of a prefill behind ``length`` tokens, key of all."""
+        policy = policy_of(self.config.policy)
+        if isinstance(policy, TokenPolicy):
+            policy.observe(self.index.of_policy(layer), query, key, length, self.first, scale)
+
     def offer(self, layer: int, key: torch.Tensor, length: int, num_new: int, neighbor, weight) -> None:
         """Handler of ``ckv::submit_partition``: the layer now holds ``length + num_new`` tokens."""
         upto = length + num_new
@@ -241,7 +249,8 @@ class Sequence:
         if upto <= self.config.min_context:
             return
         if self.in_blocks:
-            self._offer_blocks(layer, key, upto, final=length == 0)
+            if not self.unseen_queries:
+                self._offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
             self._offer_whole(layer, warm=length > 0)
 
@@ -254,6 +263,8 @@ class Sequence:
         if self.length <= self.config.min_context:
             return
         if self.in_blocks:
+            if self.unseen_queries:
+                return
             start, block = min(self.submitted), self.config.block_size
             if self.length - start >= min(self.config.append_block, block - start % block):
                 for layer in range(self.geometry.num_layers):
@@ -263,7 +274,7 @@ class Sequence:
 
     def offer_all(self) -> None:
         """Index a cache whose prompt the backend never saw, from its keys alone."""
-        if self.in_blocks and self.length > self.config.min_context:
+        if self.in_blocks and not self.unseen_queries and self.length > self.config.min_context:
             for layer in range(self.geometry.num_layers):
                 self._offer_blocks(layer, self.keys(layer), self.length, final=True)
 
@@ -327,10 +338,11 @@ class Sequence:
             if not key.is_cuda:  # workers have the first block while the host compares the keys of the next
                 stop = min(stop, start + size)
             self.submitted[layer] = stop
-            if self.config.policy == "communities":
-                neighbors = Arriving(self._block_neighbors(key, start, stop, size))
-            else:
-                neighbors = Arriving(torch.zeros(self.batch, self.shape.graphs, stop - start, 0, dtype=torch.int32))
+            policy, config = policy_of(self.config.policy), self.config
+            keys = cache_prefix(key, stop, "key")  # a prefill's is nominal
+            policy.prepare(self.index.of_policy(layer), keys, start, stop, size, self.first, config)
+            given = policy.block_input(keys, self.first_host, start, stop, size, self.shape.graphs, config)
+            neighbors = Arriving(given)
             for begin in range(start, stop, size):
                 end = min(begin + size, stop)
                 first = [max(0, row + self.config.num_sink_tokens - begin) for row in self.first]
@@ -561,4 +573,11 @@ def _handle_submission(identifier: int, layer: int, key, length: int, num_new: i
         sequence.offer(layer, key, length, num_new, neighbor, weight)
 
 
+def _handle_prompt(identifier: int, layer: int, query, key, length: int, scale: float) -> None:
+    sequence = _live.get(identifier)
+    if sequence is not None:
+        sequence.observe(layer, query, key, length, scale)
+
+
 ckv_compile.ops.submit_partition.set_handler(_handle_submission)
+ckv_compile.ops.observe_prompt.set_handler(_handle_prompt)
