@@ -202,7 +202,7 @@ def optimizers_of(model: nn.Module, rate: float, matrix_rate: float) -> list[tor
     others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
-        torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.0, adjust_lr_fn="original"),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -392,9 +392,21 @@ def run_training(args: argparse.Namespace, console: Console) -> Path:
                 batch = max(1, (16384 if kind == "full" else 4096) // length)
                 rows.append(dense_accuracy(model, length, form, 8, batch))
                 claims[f"retrieval_{args.family}_accuracy_{form}_{length}"] = rows[-1]["accuracy"]
-    table = Table("length", *stages[-1].forms, title="dense accuracy: whole answers")
+    for length in sorted({stage.length for stage in stages if stage.length >= 512}):
+        for kind_of, planted in PLANTED.items():
+            tokens = min(200, length // 16)
+            found = [greedy_tokens(model, planted, length, tokens, seed) for seed in range(4)]
+            rows.append({"length": length, "form": f"planted {kind_of}", "tokens": tokens, "greedy_correct": found})
+            claims[f"retrieval_{args.family}_greedy_{kind_of}_{length}"] = round(sum(found) / (4 * tokens), 4)
+    table = Table("length", *stages[-1].forms, *(f"greedy {kind}" for kind in PLANTED))
+    table.title = "dense: whole answers, teacher-forced, and greedy tokens of planted ones"
     for length in dict.fromkeys(row["length"] for row in rows):
-        table.add_row(str(length), *(f"{row['accuracy']:.3f}" for row in rows if row["length"] == length))
+        cells = [
+            f"{row['accuracy']:.3f}" if "accuracy" in row else f"{row['greedy_correct']} of {row['tokens']}"
+            for row in rows
+            if row["length"] == length
+        ]
+        table.add_row(str(length), *cells)
     console.print(table)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     path = write_results(
@@ -460,6 +472,16 @@ def generated(model, prompt: Tensor, tokens: int, chunk: int | None = None) -> T
     return out[0, len(prompt) :]
 
 
+PLANTED = {"passage": planted_passage, "chain": planted_chain}
+
+
+@torch.no_grad()
+def greedy_tokens(model, planted, length: int, tokens: int, seed: int) -> int:
+    """How many of the dense model's greedy tokens are the planted ones."""
+    prompt = planted(Drawing(EVALUATION_SEED + seed, next(model.parameters()).device), length, tokens)
+    return int((generated(model, prompt.tokens, tokens) == prompt.answer).sum())
+
+
 def compare(model, prompts: list[Prompt], options: dict, dense: list[Tensor], advance) -> list[dict]:
     """One row per prompt: how many of the tokens are those of ``dense``."""
     torch._dynamo.reset()
@@ -501,8 +523,7 @@ def run_evaluation(args: argparse.Namespace, console: Console) -> list[dict]:
     with Progress(*columns, console=console) as progress:
         for length in args.lengths:
             draw = Drawing(EVALUATION_SEED + length, args.device)
-            kinds = {"passage": planted_passage, "chain": planted_chain}
-            prompts = [kinds[kind](draw, length, args.tokens) for kind in args.prompts for _ in range(args.samples)]
+            prompts = [PLANTED[kind](draw, length, args.tokens) for kind in args.prompts for _ in range(args.samples)]
             task = progress.add_task(f"{length} tokens", total=len(prompts) * (1 + len(args.graphs)))
             dense = []
             for prompt in prompts:
@@ -556,7 +577,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="torch's threads on the CPU")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of AdamW")
-    parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon")
+    parser.add_argument("--matrix-rate", type=float, default=0.03, help="peak learning rate of Muon")
     parser.add_argument("--compile", action="store_true", help="train a compiled model: half a minute to begin with")
     parser.add_argument("--evaluate", type=Path, help="folder of a trained model: compare generations, train nothing")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768], help="tokens of the prompts")
