@@ -13,9 +13,9 @@ TOKEN_TASKS = tokens.TASKS
 # Tokens that an answer may take: at most this many are generated.
 NEW_TOKENS = {
     "niah_single_3": 48, "niah_multikey_3": 48, "niah_multivalue": 72, "niah_multiquery": 72, "vt": 40, "cwe": 96,
-    "fwe": 32, **dict.fromkeys(stories.TASKS, 12),
+    "fwe": 32, "passkey": 12, **dict.fromkeys(stories.TASKS, 8),
 }  # fmt: skip
-DEFAULT_NEW_TOKENS = 24
+DEFAULT_NEW_TOKENS = 16
 
 
 def text_sample(task: str, seed: int, length: int, count: Count) -> Sample:
