@@ -42,7 +42,6 @@ from bench.task_grammars import training, vocabulary
 from bench.task_grammars.training import FORMS, Batch, Drawing, batch_of
 
 FAMILIES = ("llama", "gpt_oss")
-TRAINING_ATTENTION = {"llama": "sdpa", "gpt_oss": "attention_with_sinks"}
 EVALUATION_SEED = 1_000_003  # training draws with small seeds
 OFFSET_GAP = 6.0  # logits by which the previous token's score exceeds its neighbours' in a new offset head
 FAST = 0.03  # radians per token: rotary frequencies above it tell neighbouring tokens apart
@@ -132,15 +131,20 @@ def configuration(family: str, size: Size):
     raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
 
 
+def training_implementations(family: str) -> dict[str, str]:
+    """What ``from_config`` and ``from_pretrained`` get for training: a grouped product of float32 has no kernel."""
+    if family == "llama":
+        return {"attn_implementation": "sdpa"}
+    return {"attn_implementation": "attention_with_sinks", "experts_implementation": "eager"}
+
+
 def new_model(family: str, size: Size, seed: int) -> nn.Module:
     """A model in float32 whose first layer reads previous tokens from the start."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("attention_with_sinks", attention_with_sinks)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        configuration(family, size), attn_implementation=TRAINING_ATTENTION[family]
-    )
+    model = AutoModelForCausalLM.from_config(configuration(family, size), **training_implementations(family))
     nn.init.normal_(model.model.embed_tokens.weight, std=0.1)
     for name, parameter in model.named_parameters():
         if name.endswith(("sinks", "router.weight", "router.bias", "experts.gate_up_proj_bias", "down_proj_bias")):
@@ -171,13 +175,18 @@ def read_previous_tokens(attention: nn.Module, frequencies: Tensor, size: Size) 
     attention.q_proj.bias.copy_(torch.cat(biases))
 
 
-def load(folder: Path, device: str, dtype: torch.dtype, implementation: str | None = None) -> nn.Module:
-    """The trained model in eval mode; its attention is transformers' own for the family: gpt-oss has only "eager"."""
+def load(folder: Path, device: str, dtype: torch.dtype, *, training: bool = False) -> nn.Module:
+    """The trained model in eval mode; its attention is transformers' own for the family: gpt-oss has only "eager".
+
+    training: with the attention that it was trained with instead, which needs no room for all scores.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    implementation = implementation or ("sdpa" if config.model_type == "llama" else "eager")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation)
+    family = AutoConfig.from_pretrained(folder).model_type
+    chosen = {"attn_implementation": "sdpa" if family == "llama" else "eager"}
+    if training:
+        chosen = training_implementations(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **chosen)
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -384,7 +393,7 @@ def run_training(args: argparse.Namespace, console: Console) -> Path:
     save(trainer.model, folder, torch.float16)
     console.print(f"{trainer.tokens:,} tokens in {len(trainer.curve)} steps; weights are in {folder}")
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    model = load(folder, args.device, dtype, TRAINING_ATTENTION[args.family])  # what was saved is what is measured
+    model = load(folder, args.device, dtype, training=True)  # what was saved is what is measured
     rows, claims = [], {}
     for length in sorted({stage.length for stage in stages}):
         for form in stages[-1].forms:
