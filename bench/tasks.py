@@ -445,7 +445,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 tensors = arms.prefilled(group)
                 found = arms.dense(group, tensors)
                 scores += found["scores"]
-                rows.append({"task": task, "policy": "dense", "budget": 0, "first_seed": args.seed + begin, **found})
+                sampled = {"task": task, "first_seed": args.seed + begin}
+                rows.append({**sampled, "policy": "dense", "budget": 0, **found})
                 progress.advance(bar)
                 begin = end
                 if (
@@ -463,7 +464,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     break
                 for policy in args.policies:
                     mine = arms.sparse(policy, group, tensors, lambda bar=bar: progress.advance(bar))
-                    rows += [{"task": task, "first_seed": args.seed + begin, **row} for row in mine]
+                    rows += [{**sampled, **row} for row in mine]
             previous = path  # after every task, so that a run that is stopped leaves what it has
             cells_found = cells_of(rows)
             claims = claims_of(cells_found, name, args.length)

@@ -141,6 +141,7 @@ def test_a_small_run_writes_what_it_prints(interpreted, tmp_path, capsys):
         ("dense", 0), ("keys", 80), ("keys", 160), ("streaming", 80), ("streaming", 160),
     }  # fmt: skip
     assert result["skipped"] == []
+    assert {row["first_seed"] for row in result["rows"]} == {0}
     assert "streaming" in capsys.readouterr().out
 
 
