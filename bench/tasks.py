@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import ckv_compile.backend
 from bench import quality, retrieval_model
 from bench.results_file import draw, write_results
-from bench.task_grammars import catalogue, vocabulary
+from bench.task_grammars import catalogue, stories, vocabulary
 from bench.task_grammars.sample import Sample, novel, score
 from bench.task_grammars.training import Drawing
 from ckv_compile.config import CommunityConfig, GraphSource
@@ -45,6 +45,7 @@ from ckv_compile.passes.rewrite_plan import AttentionGeometry
 POLICIES = ("keys", "attention", "streaming", "random")
 SHARES = (16, 8)  # budgets are 1/16 and 1/8 of the prompt
 FORCED = ("needles", "copy")  # teacher-forced, SmolLM2 only
+RULER = tuple(task for task in catalogue.TEXT_TASKS if task not in ("passkey", *stories.TASKS))
 CUE, PASSAGE = 16, 40  # tokens of a copied passage: what is given and what is predicted
 
 
@@ -273,11 +274,11 @@ def cells_of(rows: list[dict]) -> list[dict]:
 
 
 def claims_of(cells: list[dict], model: str, length: int) -> dict[str, float]:
-    """Scores by name, and over dense, of the tasks that were compared."""
+    """Scores by name, and over dense, of the tasks that were compared; ``ruler_over_dense`` is that of the defaults."""
     dense = {cell["task"]: cell for cell in cells if cell["policy"] == "dense"}
     compared = {cell["task"] for cell in cells if cell["policy"] != "dense"}
     claims = {f"tasks_{model}_{task}_dense": dense[task]["score"] for task in dense}
-    sums: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    sums: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}
     for cell in cells:
         if cell["policy"] == "dense":
             continue
@@ -285,11 +286,49 @@ def claims_of(cells: list[dict], model: str, length: int) -> dict[str, float]:
         claims[f"tasks_{model}_{cell['task']}_{cell['policy']}_1_{share}"] = cell["score"]
         if cell["forced_tokens"] is None:
             pair = cell["score"], dense[cell["task"]]["score"]
-            sums.setdefault((cell["policy"], share), []).append(pair)
+            sums.setdefault((cell["policy"], share), {})[cell["task"]] = pair
     for (policy, share), pairs in sums.items():
-        ours, theirs = (sum(values) for values in zip(*pairs, strict=True))
-        claims[f"tasks_over_dense_{model}_{policy}_1_{share}"] = round(ours / theirs, 4) if theirs else 0.0
+        claims[f"tasks_over_dense_{model}_{policy}_1_{share}"] = _ratio(list(pairs.values()))
+    defaults = [pair for task, pair in sums.get(("keys", max(SHARES)), {}).items() if task in RULER]
+    if defaults:
+        claims["ruler_over_dense"] = _ratio(defaults)
     claims[f"tasks_{model}_compared"] = len(compared)
+    return claims
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    """Of two sums of scores, ours over dense."""
+    ours, dense = (sum(values) for values in zip(*pairs, strict=True))
+    return round(ours / dense, 4) if dense else 0.0
+
+
+def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict[str, float]:
+    """One file from runs of one model that measured different tasks or samples of one length."""
+    files = [json.loads(path.read_text()) for path in paths]
+    first = files[0]
+    for path, file in zip(paths, files, strict=True):
+        for name in ("model", "prompt_tokens", "least", "dtype"):
+            if file[name] != first[name]:
+                raise ValueError(
+                    f"the runs must share {name}; {path} has {file[name]!r}, {paths[0]} has {first[name]!r}"
+                )
+    rows = [row for file in files for row in file["rows"]]
+    samples = [(row["task"], row["policy"], row["budget"], row["first_seed"]) for row in rows]
+    if len(set(samples)) < len(samples):
+        twice = next(sample for sample in samples if samples.count(sample) > 1)
+        raise ValueError(f"the runs must be of different samples; two hold task, policy, budget, seed {twice}")
+    cells = cells_of(rows)
+    compared = {cell["task"] for cell in cells if cell["policy"] != "dense"}
+    skipped = [task for file in files for task in file["skipped"] if task not in compared]
+    claims = claims_of(cells, first["model"], first["prompt_tokens"])
+    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
+    path = write_results(
+        "tasks", rows, claims, device=args.device, label=first["model"], folder=args.out, cells=cells, runs=runs,
+        skipped=skipped, **{name: first[name] for name in ("model", "prompt_tokens", "least", "dtype")},
+    )  # fmt: skip
+    show(cells, skipped, first["least"], console)
+    console.print(f"wrote {path}")
+    draw(console, plot, path)
     return claims
 
 
@@ -365,6 +404,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--interpret", action="store_true", help="run rewritten graphs node by node, without Inductor")
     parser.add_argument("--small", action="store_true", help="an untrained retrieval model, short prompts, two tasks")
     parser.add_argument("--out", type=Path, help="folder of the JSON file: bench/results")
+    parser.add_argument("--merge", nargs="+", type=Path, help="join earlier runs of other tasks or samples instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw an earlier result instead")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
@@ -421,6 +461,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.plot:
         draw(console, plot, args.plot)
         return {}
+    if args.merge:
+        return merge(args.merge, args, console)
     if args.interpret:
         ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
     if args.threads:

@@ -128,6 +128,7 @@ def test_cells_join_batches_and_weigh_forced_tokens():
         "tasks_m_copy_dense": 0.5,
         "tasks_m_vt_keys_1_16": pytest.approx(2 / 3, abs=1e-4),
         "tasks_over_dense_m_keys_1_16": pytest.approx(0.8, abs=1e-3),
+        "ruler_over_dense": pytest.approx(0.8, abs=1e-3),
         "tasks_m_compared": 1,
     }
 
@@ -143,6 +144,46 @@ def test_a_small_run_writes_what_it_prints(interpreted, tmp_path, capsys):
     assert result["skipped"] == []
     assert {row["first_seed"] for row in result["rows"]} == {0}
     assert "streaming" in capsys.readouterr().out
+
+
+def test_ruler_over_dense_is_that_of_its_tasks_by_default():
+    def cell(task, policy, budget, score):
+        return {"task": task, "policy": policy, "budget": budget, "score": score, "forced_tokens": None}
+
+    cells = [cell(task, "dense", 0, 1.0) for task in ("vt", "passkey", "qa1")]
+    cells += [
+        cell(task, policy, 128, score)
+        for policy, score in (("keys", 0.5), ("attention", 0.1))
+        for task in ("vt", "passkey")
+    ]
+    cells += [cell("vt", "keys", 256, 1.0), cell("qa1", "keys", 128, 0.0)]
+    claims = tasks.claims_of(cells, "m", 2048)
+    assert claims["ruler_over_dense"] == 0.5
+    assert claims["tasks_over_dense_m_keys_1_16"] == pytest.approx(1 / 3, abs=1e-4)
+    assert claims["tasks_over_dense_m_keys_1_8"] == 1
+
+
+def test_runs_of_different_samples_can_be_joined(tmp_path):
+    pytest.importorskip("matplotlib")
+    common = {"model": "m", "prompt_tokens": 2048, "least": 0.5, "dtype": "float32", "skipped": [], "cells": []}
+    common |= dict.fromkeys(("command", "device", "versions", "commit", "date"), "x")
+
+    def written(name, seed, scores, **changes):
+        row = {"task": "vt", "first_seed": seed, "scores": scores}
+        rows = [{**row, "policy": "dense", "budget": 0}, {**row, "policy": "keys", "budget": 128}]
+        path = tmp_path / name
+        path.write_text(json.dumps({**common, "rows": rows, **changes}))
+        return str(path)
+
+    one, two = written("1.json", 0, [1.0, 1.0]), written("2.json", 2, [0.0])
+    claims = tasks.main(["--merge", one, two, "--out", str(tmp_path / "out")])
+    assert claims["tasks_m_vt_dense"] == pytest.approx(2 / 3, abs=1e-4)
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert len(json.loads(path.read_text())["runs"]) == 2
+    with pytest.raises(ValueError, match="must be of different samples"):
+        tasks.main(["--merge", one, one])
+    with pytest.raises(ValueError, match="must share prompt_tokens"):
+        tasks.main(["--merge", one, written("3.json", 4, [1.0], prompt_tokens=4096)])
 
 
 def test_a_task_that_dense_cannot_do_is_listed_and_not_compared(interpreted, monkeypatch, model, tmp_path, capsys):
