@@ -1,5 +1,6 @@
 """The README's numbers are those of the newest results."""
 
+import json
 import re
 from pathlib import Path
 
@@ -26,3 +27,39 @@ def test_the_options_table_names_every_option_with_its_default():
         value = getattr(config, name)
         expected = f'"{value}"' if isinstance(value, str) else str(value)
         assert expected in shown[name], f"{name}: the README says {shown[name]}, the default is {expected}"
+
+
+def test_the_tasks_table_shows_the_newest_file_of_a_model(monkeypatch, tmp_path):
+    def cell(policy, budget, score, task="vt", **more):
+        interval = [score - 0.1, score + 0.1]
+        return {
+            "task": task, "policy": policy, "budget": budget, "samples": 4, "score": score, "interval": interval,
+            "forced_tokens": None, **more,
+        }  # fmt: skip
+
+    common = {"model": "smollm2", "prompt_tokens": 2048, "least": 0.5, "skipped": ["fwe"]}
+    forced = {"task": "copy", "forced_tokens": 40, "log_likelihood": -0.25}
+    files = {
+        "tasks-a.json": {"date": "2026-01-02", "cells": [cell("dense", 0, 0.5), cell("keys", 128, 0.5)], **common},
+        "tasks-b.json": {
+            "date": "2026-01-03",
+            "cells": [
+                cell("dense", 0, 0.8), cell("keys", 128, 0.7), cell("dense", 0, 0.2, "fwe"),
+                cell("dense", 0, 0.9, **forced), cell("keys", 128, 0.6, **forced),
+            ],
+            **common,
+        },
+    }  # fmt: skip
+    for name, file in files.items():
+        (tmp_path / name).write_text(json.dumps(file))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.task_tables().splitlines() == [
+        "| SmolLM2-135M, 2,048 tokens | samples | dense | `keys`, 128 |",
+        "|---|---|---|---|",
+        "| vt, generated | 4 | 0.80 (0.70-0.90) | 0.70 (0.60-0.80) |",
+        "| copy, forced | 4 | 0.90 (0.80-1.00), -0.25 | 0.60 (0.50-0.70), -0.25 |",
+        "",
+        "Dense below 50%, not compared: fwe (0.20).",
+        "",
+        "From `tasks-b.json`.",
+    ]
