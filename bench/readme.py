@@ -122,7 +122,11 @@ def policies_table() -> str:
         lines += ["", f"| {TESTS[text]}, {tokens} tokens | {heads} |", "|---" * (len(budgets) + 1) + "|"]
         for policy in policies:
             lines.append(f"| `{policy}` | " + " | ".join(_cell(own.get((policy, budget))) for budget in budgets) + " |")
-        lines += ["", f"Less KL than communities on {TESTS[text]} (bold: the paired 95 % interval excludes none):", ""]
+        lines += [
+            "",
+            f"Less KL than communities on {TESTS[text]} (bold: the paired 95 % interval of the difference excludes 0):",
+            "",
+        ]
         lines += [f"- {budget} tokens: {_ahead(own, policies, budget)}" for budget in budgets]
         lines.append("")
     return "\n".join([*lines, f"From {', '.join(f'`{name}`' for name in names)}.", ""])

@@ -17,7 +17,7 @@ class GraphKV(ObservedPolicy):
 
     The n / 16 tokens of most votes (SnapKV's) are sources and keep them. Any other token j gets
     votes_j * (1 - max over sources i of max(0, cos(k_i, k_j))): the strength of the decay is the similarity itself, and the
-    number of sources a share of the prompt.
+    number of sources a share of the prompt. A list of no more tokens than there are sources is SnapKV's.
     """
 
     def observe(
