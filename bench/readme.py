@@ -144,7 +144,59 @@ def _ahead(own: dict[tuple[str, int], dict], policies: list[str], budget: int) -
     return ", ".join(name for _, name in sorted(found)) or "none"
 
 
-SECTIONS = {"quality": table, "streams": stream_table, "policies": policies_table, "speed": speed_tables}
+TASK_MODELS = {
+    "smollm2": "SmolLM2-135M",
+    "retrieval_llama": "the retrieval model",
+    "retrieval_gpt_oss": "the retrieval model with learned sinks",
+}
+
+
+def task_tables() -> str:
+    """One table per model and length of prompt; of each task, the newest results of ``bench.tasks`` that hold it."""
+    newest: dict[tuple[str, int], dict[str, tuple[dict, str]]] = {}
+    files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("tasks-*.json")]
+    for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
+        of_model = newest.setdefault((file["model"], file["prompt_tokens"]), {})
+        of_model |= {cell["task"]: (file, name) for cell in file["cells"]}
+    lines: list[str] = []
+    for (model, length), tasks in sorted(newest.items(), key=lambda item: (item[0][0] != "smollm2", item[0])):
+        cells = {
+            (task, cell["policy"], cell["budget"]): cell
+            for task, (file, _) in tasks.items()
+            for cell in file["cells"]
+            if cell["task"] == task
+        }
+        arms = list(dict.fromkeys((policy, budget) for _, policy, budget in cells if policy != "dense"))
+        heads = [f"`{policy}`, {budget}" for policy, budget in arms]
+        title = TASK_MODELS.get(model, model)
+        lines.append(f"| {title}, {length:,} tokens | samples | dense | " + " | ".join(heads) + " |")
+        lines.append("|---" * (len(arms) + 3) + "|")
+        for task, (file, _) in tasks.items():
+            if task not in file["skipped"]:
+                row = [cells.get((task, policy, budget)) for policy, budget in [("dense", 0), *arms]]
+                kind = "forced" if row[0]["forced_tokens"] else "generated"
+                lines.append(f"| {task}, {kind} | {row[0]['samples']} | " + " | ".join(map(_score, row)) + " |")
+        lines.append("")
+        skipped = [task for task, (file, _) in tasks.items() if task in file["skipped"]]
+        if skipped:
+            scores = ", ".join(f"{task} ({_score(cells[task, 'dense', 0])})" for task in skipped)
+            lines += [f"Dense below {tasks[skipped[0]][0]['least']:.0%}, not compared: {scores}.", ""]
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(name for _, name in tasks.values()))
+        lines += [f"From {names}.", ""]
+    return "\n".join(lines)
+
+
+def _score(cell: dict | None) -> str:
+    if cell is None:
+        return "-"
+    low, high = cell["interval"]
+    likelihood = f", {cell['log_likelihood']:.2f}" if "log_likelihood" in cell else ""
+    return f"{cell['score']:.2f} ({low:.2f}-{high:.2f}){likelihood}"
+
+
+SECTIONS = {
+    "quality": table, "streams": stream_table, "policies": policies_table, "tasks": task_tables, "speed": speed_tables,
+}  # fmt: skip
 
 
 def with_table(text: str) -> str:

@@ -54,7 +54,7 @@ def build_common(rng: random.Random, amount: int, long: bool) -> Sample:
 def zeta_counts(total: int) -> list[int]:
     """How often the k-th most frequent of ``total`` words stands: total * k^-alpha / zeta(alpha), alpha = 2."""
     zeta = math.pi**2 / 6
-    counts = []
+    counts: list[int] = []
     while (times := int(total * (len(counts) + 1) ** -ALPHA / zeta)) > 0:
         counts.append(times)
     return counts

@@ -112,7 +112,7 @@ def directions(rng: random.Random) -> tuple[list[str], str, str]:
 def gifts(rng: random.Random) -> tuple[list[str], str, str]:
     """Persons give each other things and walk about; every object is given once, so that questions have one answer."""
     facts = []
-    given = []
+    given: list[tuple[str, str, str]] = []
     for thing in rng.sample(OBJECTS, 2):
         giver, taker = rng.sample(GIVERS, 2)
         if any({giver, taker} == {one, other} for one, other, _ in given):

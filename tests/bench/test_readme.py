@@ -29,7 +29,7 @@ def test_the_options_table_names_every_option_with_its_default():
         assert expected in shown[name], f"{name}: the README says {shown[name]}, the default is {expected}"
 
 
-def test_the_tasks_table_shows_the_newest_file_of_a_model(monkeypatch, tmp_path):
+def test_the_tasks_table_shows_each_task_of_the_newest_file_that_holds_it(monkeypatch, tmp_path):
     def cell(policy, budget, score, task="vt", **more):
         interval = [score - 0.1, score + 0.1]
         return {
@@ -40,7 +40,13 @@ def test_the_tasks_table_shows_the_newest_file_of_a_model(monkeypatch, tmp_path)
     common = {"model": "smollm2", "prompt_tokens": 2048, "least": 0.5, "skipped": ["fwe"]}
     forced = {"task": "copy", "forced_tokens": 40, "log_likelihood": -0.25}
     files = {
-        "tasks-a.json": {"date": "2026-01-02", "cells": [cell("dense", 0, 0.5), cell("keys", 128, 0.5)], **common},
+        "tasks-a.json": {
+            "date": "2026-01-02",
+            "cells": [
+                cell("dense", 0, 0.5), cell("keys", 128, 0.5), cell("dense", 0, 0.6, "qa1"), cell("keys", 128, 0.3, "qa1"),
+            ],
+            **common,
+        },
         "tasks-b.json": {
             "date": "2026-01-03",
             "cells": [
@@ -57,9 +63,10 @@ def test_the_tasks_table_shows_the_newest_file_of_a_model(monkeypatch, tmp_path)
         "| SmolLM2-135M, 2,048 tokens | samples | dense | `keys`, 128 |",
         "|---|---|---|---|",
         "| vt, generated | 4 | 0.80 (0.70-0.90) | 0.70 (0.60-0.80) |",
+        "| qa1, generated | 4 | 0.60 (0.50-0.70) | 0.30 (0.20-0.40) |",
         "| copy, forced | 4 | 0.90 (0.80-1.00), -0.25 | 0.60 (0.50-0.70), -0.25 |",
         "",
-        "Dense below 50%, not compared: fwe (0.20).",
+        "Dense below 50%, not compared: fwe (0.20 (0.10-0.30)).",
         "",
-        "From `tasks-b.json`.",
+        "From `tasks-b.json`, `tasks-a.json`.",
     ]
