@@ -16,6 +16,7 @@ Engine = Literal["native", "igraph", "leidenalg"]
 Policy = Literal["communities", "streaming", "random"]
 Append = Literal["attend", "assign"]
 Grouping = Literal["off", "inputs", "all"]
+Hierarchy = Literal["auto", "on", "off"]
 
 # gamma of mean size s on a causal key graph of n nodes is about GAMMA_NUMERATOR / s * n / 512 (measured on two models).
 GAMMA_NUMERATOR = 100.0
@@ -53,6 +54,7 @@ class CommunityConfig:
     prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
     centroid_budget: int = 0  # communities that enter attention by their means (paper, table 6: 0 is best)
     policy: Policy = "communities"  # the others are controls for comparison
+    hierarchy: Hierarchy = "auto"  # groups of communities are scored first where these are many (bench.coarse_recall)
 
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
     recent_window: int = 64
@@ -78,7 +80,7 @@ class CommunityConfig:
         for name, literal in (
             ("graph", GraphSource), ("score", Score), ("policy", Policy), ("graph_aggregation", Aggregation),
             ("topk", TopK), ("append", Append), ("leiden_engine", Engine),
-            ("group_projections", Grouping),
+            ("group_projections", Grouping), ("hierarchy", Hierarchy),
         ):  # fmt: skip
             _choice(name, getattr(self, name), get_args(literal))
         for name, least in (
@@ -112,6 +114,11 @@ class CommunityConfig:
         if self.append_block > self.block_size:
             raise ValueError(
                 f"options['append_block'] must be at most block_size ({self.block_size}), got {self.append_block}"
+            )
+        if self.hierarchy == "on" and (self.score != "max" or self.policy != "communities"):
+            raise ValueError(
+                "options['hierarchy'] = 'on' needs score='max' and policy='communities', "
+                f"got score={self.score!r} and policy={self.policy!r}; leave it at 'auto'"
             )
         if self.graph_aggregation == "head" and self.graph != "attention":
             raise ValueError(

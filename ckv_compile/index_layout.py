@@ -18,6 +18,10 @@ NOMINAL_STATE = 1  # the same for flat index state
 CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
+GROUP = 8  # communities of consecutive ids that are scored as one first (``ckv::route_coarse``)
+DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
+COVERAGE = 8  # times the budget: tokens in the groups whose communities are scored, at least
+MOST_COVERAGE = 4  # times that much at most, where communities are very many
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
 INDEX_STATE: dict[str, torch.dtype | None] = {
@@ -54,6 +58,13 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
 CANDIDATES = ("candidate", "candidate_score", "candidate_rest", "candidate_norm")
 # further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
 SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
+# further state where groups of communities are scored first
+COARSE_STATE: dict[str, torch.dtype | None] = {
+    "num_grouped": torch.int32,
+    "coarse": torch.int8,
+    "coarse_scale": torch.float32,
+    "coarse_scores": torch.float32,
+}
 ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
 # the state that has an entry for each community, ``[L, B, G, C, ...]``
 PER_COMMUNITY = (
@@ -86,6 +97,35 @@ def shortlist_slots(config: CommunityConfig) -> int:
     return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
+def is_hierarchical(config: CommunityConfig) -> bool:
+    """Whether an index keeps groups of communities. Below ``coarse_from`` communities a step does not look at them."""
+    return config.hierarchy != "off" and config.score == "max" and config.policy == "communities"
+
+
+def num_groups(communities: int) -> int:
+    return -(-communities // GROUP)
+
+
+def least_groups(config: CommunityConfig) -> int:
+    """Groups whose communities a step scores at least, where it scores groups: those of COVERAGE budgets of tokens."""
+    return -(-COVERAGE * config.budget // (config.mean_size * GROUP))
+
+
+def coarse_from(config: CommunityConfig) -> int:
+    """Communities up to which a step scores all of them.
+
+    "auto": four times those that it would score else; fewer are not worth another kernel. "on": as many.
+    """
+    return (4 if config.hierarchy == "auto" else 1) * GROUP * least_groups(config)
+
+
+def visit_slots(config: CommunityConfig) -> int:
+    """Groups that ``route_coarse`` can list: a multiple of PROGRAMS, with room for all that decode steps opened."""
+    opened = 4 * config.refresh_interval // GROUP + 2 if assigns_tokens(config) else 0
+    most = MOST_COVERAGE * least_groups(config)
+    return sum(-(-part // PROGRAMS) * PROGRAMS for part in (most, opened))
+
+
 def edge_lists(keys: bool, graphs: int, query_heads: int, kv_heads: int) -> tuple[int, int]:
     """(lists of candidates, edge lists) of a layer: of keys one per graph, else one per query head of a shared list."""
     return (graphs, graphs) if keys else (max(graphs, kv_heads), query_heads)
@@ -107,6 +147,7 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
         **INDEX_STATE,
         **(ASSIGN_STATE if assigns else {}),
         **(SUMMARY_STATE if summarizes else {}),
+        **(COARSE_STATE if is_hierarchical(config) else {}),
         **(ASSIGN_SUMMARY_STATE if assigns and summarizes else {}),
     }
     return {name: kind or dtype for name, kind in kinds.items()}
@@ -161,7 +202,12 @@ class IndexShape:
     def of(self, name: str) -> tuple[int, ...]:
         per_row, per_graph = (self.layers, self.batch), (self.layers, self.batch, self.graphs)
         edges = (*per_row, self.lists, self.log, self.kappa)
+        groups = num_groups(self.communities)
         return {
+            "num_grouped": per_graph,
+            "coarse": (*per_graph, groups, 2, self.centroid_dim),
+            "coarse_scale": (*per_graph, groups, 2),
+            "coarse_scores": (self.batch, self.graphs, groups),
             "n_indexed": per_row,
             "log_first": per_row,
             "num_communities": per_graph,

@@ -19,9 +19,13 @@ from ckv_compile.index_layout import (
     NOMINAL_LENGTH,
     NOMINAL_STATE,
     assigns_tokens,
+    coarse_from,
     edge_lists,
+    is_hierarchical,
+    least_groups,
     shortlist_slots,
     state_dtypes,
+    visit_slots,
 )
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.index_expressions import shape_of
@@ -175,10 +179,21 @@ def _replace(graph, site, layer, key, value, length, queries, state, config) -> 
             size = graph.call_method("size", (site.query, 0))
             size.meta["example_value"] = batch
             batch = size
+        visit: tuple = ()
+        if is_hierarchical(config):
+            read = [state[n] for n in ("coarse", "coarse_scale", "channel_scale", "num_grouped", "num_communities")]
+            listed = call(
+                ckv.route_coarse.default,
+                (site.query, *read, capacity, state["coarse_scores"], state["scores"], layer, graphs, groups, site.scale,
+                 least_groups(config), coarse_from(config), visit_slots(config)),
+            )  # fmt: skip
+            visit = tuple(call(operator.getitem, (listed, i)) for i in range(2))
+            new += [listed, *visit]
         routed = call(
             ckv.route.default,
             (site.query, *(state[n] for n in ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")),
-             capacity, state["scores"], layer, graphs, groups, site.scale, score, length, shortlist_slots(config)),
+             capacity, state["scores"], layer, graphs, groups, site.scale, score, length, shortlist_slots(config),
+             *visit),
         )  # fmt: skip
         shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
         retrieved = call(

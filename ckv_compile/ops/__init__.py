@@ -3,6 +3,7 @@
 from ckv_compile.ops import (
     append_kv,
     assign_tokens,
+    coarse_centroids,
     community_centroids,
     encode_centroids,
     grouped_linear,
@@ -11,6 +12,7 @@ from ckv_compile.ops import (
     prefill_attention,
     retrieve,
     route,
+    route_coarse,
     select_summaries,
     sparse_attention,
     sparse_attention_edges,
@@ -21,6 +23,7 @@ from ckv_compile.ops import (
 __all__ = [
     "append_kv",
     "assign_tokens",
+    "coarse_centroids",
     "community_centroids",
     "encode_centroids",
     "grouped_linear",
@@ -29,6 +32,7 @@ __all__ = [
     "prefill_attention",
     "retrieve",
     "route",
+    "route_coarse",
     "select_summaries",
     "sparse_attention",
     "sparse_attention_edges",
