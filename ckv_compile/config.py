@@ -23,11 +23,31 @@ GAMMA_NUMERATOR = 100.0
 
 
 SPARE_COMMUNITIES = 8
+GROUP = 8  # communities of consecutive numbers that are scored as one first (``ckv::route_coarse``)
+COVERAGE = 8  # times the budget: tokens in the groups whose communities are scored, at least
 
 
 def community_room(num_positions: int, mean_size: int) -> int:
     """Communities that an index keeps room for, for so many positions: twice the expected number and a few."""
     return 2 * num_positions // mean_size + SPARE_COMMUNITIES
+
+
+def is_hierarchical(config: CommunityConfig) -> bool:
+    """Whether an index keeps groups of communities; where communities are few, steps do not look at them."""
+    return config.hierarchy != "off" and config.score == "max" and config.policy == "communities"
+
+
+def least_groups(config: CommunityConfig) -> int:
+    """Groups whose communities a step scores at least, where it scores groups: those of COVERAGE budgets of tokens."""
+    return -(-COVERAGE * config.budget // (config.mean_size * GROUP))
+
+
+def coarse_from(config: CommunityConfig) -> int:
+    """Communities up to which a step scores all of them.
+
+    "auto": four times those that it would score else; fewer are not worth another kernel. "on": as many.
+    """
+    return (4 if config.hierarchy == "auto" else 1) * GROUP * least_groups(config)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

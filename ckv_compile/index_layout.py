@@ -11,16 +11,21 @@ import dataclasses
 
 import torch
 
-from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
+from ckv_compile.config import (
+    GROUP,
+    SPARE_COMMUNITIES,
+    CommunityConfig,
+    community_room,
+    is_hierarchical,
+    least_groups,
+)
 
 NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
 CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
-GROUP = 8  # communities of consecutive ids that are scored as one first (``ckv::route_coarse``)
 DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
-COVERAGE = 8  # times the budget: tokens in the groups whose communities are scored, at least
 MOST_COVERAGE = 4  # times that much at most, where communities are very many
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
@@ -97,26 +102,8 @@ def shortlist_slots(config: CommunityConfig) -> int:
     return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
-def is_hierarchical(config: CommunityConfig) -> bool:
-    """Whether an index keeps groups of communities. Below ``coarse_from`` communities a step does not look at them."""
-    return config.hierarchy != "off" and config.score == "max" and config.policy == "communities"
-
-
 def num_groups(communities: int) -> int:
     return -(-communities // GROUP)
-
-
-def least_groups(config: CommunityConfig) -> int:
-    """Groups whose communities a step scores at least, where it scores groups: those of COVERAGE budgets of tokens."""
-    return -(-COVERAGE * config.budget // (config.mean_size * GROUP))
-
-
-def coarse_from(config: CommunityConfig) -> int:
-    """Communities up to which a step scores all of them.
-
-    "auto": four times those that it would score else; fewer are not worth another kernel. "on": as many.
-    """
-    return (4 if config.hierarchy == "auto" else 1) * GROUP * least_groups(config)
 
 
 def visit_slots(config: CommunityConfig) -> int:

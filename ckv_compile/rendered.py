@@ -156,9 +156,7 @@ def route_coarse(query, state, layer, num_graphs, num_kv_heads, scale, least, st
     from ckv_compile.lowering import route_coarse as lowering
 
     batch, heads, queries, dim = query.shape
-    constants = lowering.constants_of(
-        batch, heads, dim, num_graphs, num_kv_heads, scale, least, start, slots, queries
-    )
+    constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, least, start, slots, queries)
     constants |= {**lowering.configs(constants)[0], **tuned}
     visit = poisoned((batch, num_graphs, slots), torch.int32, query.device)
     count = poisoned((batch, num_graphs), torch.int32, query.device)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import GROUP, coarse_from, is_hierarchical, least_groups, num_groups, visit_slots
+from ckv_compile.config import GROUP, coarse_from, is_hierarchical, least_groups
+from ckv_compile.index_layout import num_groups, visit_slots
 
 GARBAGE = 1_000_003  # stands in index state that nothing may read
 

@@ -13,16 +13,13 @@ import torch
 from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
-from ckv_compile.config import CommunityConfig
+from ckv_compile.config import CommunityConfig, coarse_from, is_hierarchical, least_groups
 from ckv_compile.index_layout import (
     CANDIDATES,
     NOMINAL_LENGTH,
     NOMINAL_STATE,
     assigns_tokens,
-    coarse_from,
     edge_lists,
-    is_hierarchical,
-    least_groups,
     shortlist_slots,
     state_dtypes,
     visit_slots,

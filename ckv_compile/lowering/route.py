@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.index_layout import GROUP, PROGRAMS
+from ckv_compile.config import GROUP
+from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 

@@ -43,7 +43,10 @@ def _check(
         lists = (query.shape[0], num_graphs)
         require(score == "max", "score", "be 'max' where visit is given", repr(score))
         require(
-            visit.dim() == 3 and visit.shape[:2] == lists, "visit", f"be [{lists[0]}, {lists[1]}, any]", tuple(visit.shape)
+            visit.dim() == 3 and visit.shape[:2] == lists,
+            "visit",
+            f"be [{lists[0]}, {lists[1]}, any]",
+            tuple(visit.shape),
         )
         require(visit_count.shape == lists, "visit_count", f"be {lists}", tuple(visit_count.shape))
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import GROUP, num_groups
+from ckv_compile.config import GROUP
+from ckv_compile.index_layout import num_groups
 from ckv_compile.lowering.template_call import next_power_of_2
 from ckv_compile.rendered import cached_kernel
 from ckv_compile.runtime.index import scales_of

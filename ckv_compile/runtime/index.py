@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ckv_compile.config import CommunityConfig
+from ckv_compile.config import GROUP, CommunityConfig
 from ckv_compile.index_layout import (
-    GROUP,
     NOMINAL_STATE,
     PER_COMMUNITY,
     IndexShape,
@@ -267,7 +266,9 @@ class CommunityIndex:
         size = self.stored[layer, :, :, low * GROUP : end].clone()
         size[:, :, max(0, used - low * GROUP) :] = 0
         missing = high * GROUP - end
-        centroid, scale = (self.buffers[name][layer, :, :, low * GROUP : end] for name in ("centroid", "centroid_scale"))
+        centroid, scale = (
+            self.buffers[name][layer, :, :, low * GROUP : end] for name in ("centroid", "centroid_scale")
+        )
         if missing:
             pad = torch.nn.functional.pad
             size, scale, centroid = pad(size, (0, missing)), pad(scale, (0, missing)), pad(centroid, (0, 0, 0, missing))

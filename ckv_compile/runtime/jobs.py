@@ -104,7 +104,7 @@ def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config,
 
 
 def partition_block(
-    neighbors: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, *, stop
+    neighbors: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, context: int = 0, *, stop
 ) -> list[list]:
     """Worker side of "keys" (and of the control policies, whose communities are pages)."""
     if config.policy != "communities":
@@ -112,7 +112,14 @@ def partition_block(
         return [[partitions.contiguous_pages(nodes, row, CONTROL_PAGE)] * graphs for row in first]
     return [
         partitions.partition_keys_block(
-            neighbors[row], first[row], config=config, memory=memory, layer=layer, stop=stop, backlog=backlog
+            neighbors[row],
+            first[row],
+            config=config,
+            memory=memory,
+            layer=layer,
+            stop=stop,
+            backlog=backlog,
+            context=context,
         )
         for row in range(len(first))
     ]

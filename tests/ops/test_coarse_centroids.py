@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.index_layout import GROUP
+from ckv_compile.config import GROUP
 
 coarse_centroids = torch.ops.ckv.coarse_centroids
 

@@ -4,16 +4,8 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import (
-    DEVIATIONS,
-    GROUP,
-    MOST_COVERAGE,
-    PROGRAMS,
-    coarse_from,
-    least_groups,
-    visit_slots,
-)
+from ckv_compile.config import GROUP, CommunityConfig, coarse_from, least_groups
+from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE, PROGRAMS, visit_slots
 from ckv_compile.reference.route_coarse import part_quota
 from ckv_compile.reference.route_coarse import route_coarse as reference
 from ckv_compile.testing import random_index
