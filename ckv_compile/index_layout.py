@@ -15,6 +15,7 @@ from ckv_compile.config import (
     GROUP,
     SPARE_COMMUNITIES,
     CommunityConfig,
+    coarse_from,
     community_room,
     is_hierarchical,
     least_groups,
@@ -106,6 +107,15 @@ def num_groups(communities: int) -> int:
     return -(-communities // GROUP)
 
 
+def coarse_parts(least: int) -> int:
+    """Parts of the groups that list their best separately (``ckv::route_coarse``), at most.
+
+    A part that lists few misses some of the best where by chance it has more of them: on SmolLM2's keys four or more a
+    part lose no more than one list of all, and one a part three times as much.
+    """
+    return max(8, min(PROGRAMS, 1 << max(0, (least // 4).bit_length() - 1)))
+
+
 def visit_slots(config: CommunityConfig) -> int:
     """Groups that ``route_coarse`` can list: a multiple of PROGRAMS, with room for all that decode steps opened."""
     opened = 4 * config.refresh_interval // GROUP + 2 if assigns_tokens(config) else 0
@@ -144,7 +154,8 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
 class IndexShape:
     """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log.
 
-    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths.
+    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths. groups: of
+    communities, 0 where none are kept because the cache is not long enough for a step to score them.
     """
 
     layers: int
@@ -161,6 +172,7 @@ class IndexShape:
     places: int
     slots: int
     rests: int
+    groups: int = 0
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
@@ -169,13 +181,15 @@ class IndexShape:
         graphs = geometry.num_graphs(config.graph_aggregation)
         heads = geometry.num_query_heads, geometry.num_kv_heads
         places, lists = edge_lists(config.graph == "keys", graphs, *heads)
+        communities = community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log
+        grouped = is_hierarchical(config) and tokens > config.mean_size * coarse_from(config)
         return cls(
             layers=geometry.num_layers,
             batch=batch,
             graphs=graphs,
             lists=lists,
             centroid_dim=geometry.centroid_dim(config.graph_aggregation),
-            communities=community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log,
+            communities=communities,
             tokens=tokens,
             log=log,
             kappa=config.kappa,
@@ -184,12 +198,13 @@ class IndexShape:
             places=places,
             slots=candidate_slots(config.budget, config.num_sink_tokens),
             rests=rest_slots(config.kappa),
+            groups=num_groups(communities) if grouped else 0,
         )
 
     def of(self, name: str) -> tuple[int, ...]:
         per_row, per_graph = (self.layers, self.batch), (self.layers, self.batch, self.graphs)
         edges = (*per_row, self.lists, self.log, self.kappa)
-        groups = num_groups(self.communities)
+        groups = max(1, self.groups)
         return {
             "num_grouped": per_graph,
             "coarse": (*per_graph, groups, 2, self.centroid_dim),

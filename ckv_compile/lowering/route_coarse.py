@@ -8,7 +8,7 @@ import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.config import GROUP
-from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE
+from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE, coarse_parts
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.route import num_programs
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
@@ -65,6 +65,7 @@ def constants_of(
     return {
         "BATCH": batch, "GRAPHS": graphs, "PARTS": parts, "HEADS": rows, "QUERIES": queries, "D": dim, "SM_SCALE": scale,
         "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(16, next_power_of_2(rows)),
-        "PROGRAMS": num_programs(batch * graphs), "SLOTS": slots, "LEAST": least, "MOST": MOST_COVERAGE * least,
+        "PROGRAMS": min(num_programs(batch * graphs), coarse_parts(least)), "SLOTS": slots, "LEAST": least,
+        "MOST": MOST_COVERAGE * least,
         "START": start, "GROUP": GROUP, "DEVIATIONS": DEVIATIONS,
     }  # fmt: skip

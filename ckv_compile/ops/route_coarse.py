@@ -1,6 +1,6 @@
 """``ckv::route_coarse``: the groups of communities that ``route`` should score, where there are many.
 
-``PROGRAMS`` parts of the groups each list their best; how many is for the implementation to decide.
+Parts of the groups each list their best; how many is for the implementation to decide, up to ``coarse_parts``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.index_layout import PROGRAMS, coarse_parts
 from ckv_compile.ops.library import register_op, require, require_at_least, require_graphs
 
 
@@ -57,7 +57,7 @@ def _route_coarse(
     _check(query, coarse, num_graphs, num_kv_heads, least, start, slots)
     return route_coarse(
         query, coarse, coarse_scale, channel_scale, num_grouped, num_communities, capacity, coarse_scores, scores,
-        layer, num_graphs, num_kv_heads, scale, least, start, slots, PROGRAMS,
+        layer, num_graphs, num_kv_heads, scale, least, start, slots, coarse_parts(least),
     )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ def route_coarse(
     float32 [L, B, G, K, 2] hold mean and spread of each group (see ``coarse_centroids``), K = ceil(C / GROUP).
     num_grouped: flat int32 [L, B, G], the communities that these were made of; num_communities as for ``route``.
 
-    Up to ``start`` communities nothing is listed and nothing written. Beyond, the score of a group is what the best of
-    its communities may reach, were they normally distributed, for w = q * channel_scale * scale:
+    Up to ``start`` communities, and where no groups are kept (num_grouped 0), nothing is listed or written. Else the
+    score of a group is what its best may reach, were it normally distributed, for w = q * channel_scale * scale:
 
         max over heads and queries of  w . mean + DEVIATIONS * sqrt(sum over channels of w^2 spread^2),
 
@@ -62,7 +62,7 @@ def route_coarse(
     visit = torch.full((*shape, slots), -1, dtype=torch.int32, device=query.device)
     count = torch.full(shape, -1, dtype=torch.int32, device=query.device)
     wide = accumulate_dtype(query.dtype)
-    for row, graph in (number > start).nonzero().tolist():
+    for row, graph in ((number > start) & (grouped > 0)).nonzero().tolist():
         total, known = int(number[row, graph]), int(grouped[row, graph])
         groups = -(-total // GROUP)
         at = (row, graph)

@@ -119,6 +119,10 @@ class CommunityIndex:
                 larger.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
         larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
         larger.log_starts = list(self.log_starts)
+        if shape.groups and not self.shape.groups:
+            for layer, used in enumerate(self.used):
+                larger.group_communities(layer)
+                larger.num_grouped[layer].fill_(used)
         return larger
 
     def append_block(
@@ -205,7 +209,7 @@ class CommunityIndex:
         layer_of, used, stop = to_device(np.array(shown, np.int64).T.copy(), self.device)
         put = functools.partial(_put_rows, layers=layer_of)
         put(self.num_communities, used)
-        if "num_grouped" in self.buffers:
+        if self.shape.groups:
             put(self.num_grouped, used)
         put(self.n_indexed, stop)
         if assigns_tokens(self.config):
@@ -244,14 +248,14 @@ class CommunityIndex:
             self.begin_log(stop, layer)
 
     def _fill_number(self, layer: int, used: int) -> None:
-        """A layer has so many communities, all of them in groups."""
+        """A layer has so many communities, all of them in groups if these are kept."""
         self.num_communities[layer].fill_(used)
-        if "num_grouped" in self.buffers:
+        if self.shape.groups:
             self.num_grouped[layer].fill_(used)
 
     def _group(self, layer: int, first: int) -> None:
         """Groups of a layer's communities from ``first`` on changed; left to ``flush`` if that writes."""
-        if "coarse" not in self.buffers:
+        if not self.shape.groups:
             return
         if self.together:
             self._ungrouped[layer] = min(first, self._ungrouped.get(layer, first))

@@ -5,7 +5,7 @@ import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.config import GROUP, CommunityConfig, coarse_from, least_groups
-from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE, PROGRAMS, visit_slots
+from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE, PROGRAMS, coarse_parts, visit_slots
 from ckv_compile.reference.route_coarse import part_quota
 from ckv_compile.reference.route_coarse import route_coarse as reference
 from ckv_compile.testing import random_index
@@ -89,10 +89,20 @@ def test_few_communities_are_left_alone():
     query, index = case()
     index.num_communities[LAYER, 0, 1] = 17
     visit, count = call(query, index, start=17)
-    assert count.tolist() == [[64, -1], [64, 64]]
+    assert count.tolist() == [[8, -1], [8, 8]]
     assert index.scores[0, 1].isnan().all()
     assert index.coarse_scores[0, 1].isnan().all()
     assert visit[0, 1].eq(-1).all()
+
+
+def test_without_groups_everything_is_left_alone():
+    query, index = case()
+    index.coarse = index.coarse[:1, :1, :1, :1]
+    index.coarse_scale = index.coarse_scale[:1, :1, :1, :1]
+    index.num_grouped[LAYER] = 0
+    _, count = call(query, index, start=16)
+    assert count.eq(-1).all()
+    assert index.scores.isnan().all()
 
 
 def test_equal_groups_are_listed_from_the_last():
@@ -128,6 +138,10 @@ def test_the_lists_grow_like_a_square_root_up_to_a_bound():
     assert MOST_COVERAGE * least == 2048
 
 
+def test_parts_list_some_each():
+    assert [coarse_parts(least) for least in (1, 31, 32, 64, 255, 256, 512, 4096)] == [8, 8, 8, 16, 32, 64, 64, 64]
+
+
 @pytest.mark.parametrize("options", [{}, {"budget": 256}, {"mean_size": 16}, {"graph": "attention"}], ids=str)
 def test_there_is_room_for_what_parts_list(options):
     config = CommunityConfig(**options)
@@ -135,7 +149,7 @@ def test_there_is_room_for_what_parts_list(options):
     assert least * GROUP * config.mean_size >= 8 * config.budget
     assert coarse_from(config) == 4 * GROUP * least
     opened = 4 * config.refresh_interval // GROUP + 2 if config.graph == "attention" else 0
-    for parts in (16, 32, 64):
+    for parts in (8, 16, 32, 64):
         assert part_quota(10**6, opened, least, parts) <= slots // parts
 
 

@@ -51,7 +51,9 @@ def decode_text(cache: str, graph: str, **options) -> str:
     """The same text for every layer of every family: they differ outside of attention only."""
     texts = {}
     for family in FULL_ATTENTION_FAMILIES:
-        result = rewritten(turns(family, cache)[DECODE], CommunityConfig(graph=graph, **EXACT, **options))
+        result = rewritten(
+            turns(family, cache)[DECODE], CommunityConfig(**{"graph": graph, "hierarchy": "off", **EXACT, **options})
+        )
         for layer in range(len(result.sites)):
             texts.setdefault(rewritten_text(result, layer), []).append(f"layer {layer} of {family}")
     assert len(texts) == 1, f"these differ: {'; '.join(', '.join(names) for names in texts.values())}"
@@ -113,6 +115,10 @@ sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_
     select_summaries, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_mean_value) -> model
 ckv_length.add_(1)""",
     )
+
+
+def test_decode_that_may_score_groups_of_communities_first():
+    assert_expected_inline(decode_text("dynamic", "keys", hierarchy="auto"), """""")
 
 
 def test_decode_with_a_centroid_budget_and_assignment():
@@ -401,7 +407,9 @@ def test_a_step_of_several_tokens_equals_the_graph_before(family, cache, options
 
 
 def test_a_step_of_several_tokens_is_a_decode_graph():
-    result = rewritten(turns("qwen2", "dynamic", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    result = rewritten(
+        turns("qwen2", "dynamic", LENGTHS)[SEVERAL], CommunityConfig(hierarchy="off", **EXACT), several=True
+    )
     assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
     assert_expected_inline(
         rewritten_text(result, 0),
@@ -428,7 +436,9 @@ ckv_length.add_(4)""",
 
 
 def test_a_step_of_several_tokens_on_a_static_cache_reads_the_first_position():
-    result = rewritten(turns("qwen2", "static", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    result = rewritten(
+        turns("qwen2", "static", LENGTHS)[SEVERAL], CommunityConfig(hierarchy="off", **EXACT), several=True
+    )
     assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
     assert_expected_inline(
         rewritten_text(result, 0),

@@ -24,7 +24,8 @@ DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that this template has and none after it
     "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
-    "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries", "VALUE": "sparse_attention",
+    "COARSE": "route_coarse", "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries",
+    "VALUE": "sparse_attention",
     "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
@@ -60,6 +61,7 @@ def to_cuda(argument):
 @functools.cache
 def decode_step(cache: str, lengths: tuple[int, ...] = ONE, **options) -> tuple[list[str], str]:
     """(names of the graph's inputs, code) of a decode step of two layers of Llama on a GPU."""
+    options = {"hierarchy": "off", **options}
     config = CommunityConfig(min_context=0, workers=0, num_sink_tokens=1, recent_window=2, budget=64, **options)
     gm = rewritten(
         captured_turns("llama", cache, False, lengths, num_hidden_layers=LAYERS)[DECODE], config, several=True
@@ -150,6 +152,10 @@ retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 fi
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
 merge_splits 8x1x1""",
     )
+
+
+def test_groups_of_communities_have_a_kernel_more():
+    assert_expected_inline(launches(*decode_step("dynamic", hierarchy="auto")), """""")
 
 
 def test_softmax_score_has_a_pass_more():
@@ -356,8 +362,15 @@ fused length!""",
 
 @pytest.mark.parametrize(
     ("lengths", "options"),
-    [(ONE, {}), (SEVERAL, {}), (ONE, {"append": "assign"}), (ONE, {"graph": "attention"})],
-    ids=["one", "several", "assign", "attention"],
+    [
+        (ONE, {}),
+        (SEVERAL, {}),
+        (ONE, {"append": "assign"}),
+        (ONE, {"graph": "attention"}),
+        (ONE, {"hierarchy": "auto"}),
+        (SEVERAL, {"hierarchy": "on", "graph": "attention"}),
+    ],
+    ids=["one", "several", "assign", "attention", "groups", "groups several"],
 )
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths, options):

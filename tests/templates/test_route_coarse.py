@@ -102,6 +102,13 @@ def test_any_number_of_communities(device, communities):
     check(*case(device, (2, 1), 1, communities), (2, 1), 1)
 
 
+def test_without_groups_everything_is_left_alone(device):
+    query, index = case(device, (4, 2), 2)
+    index.num_grouped[LAYER, 0, 0] = 0
+    _, count, _ = check(query, index, (4, 2), 2)
+    assert count.tolist() == [[-1, 64]]
+
+
 def test_more_groups_than_are_compared_at_a_time(device):
     visit, _, _ = check(*case(device, (2, 1), 1, 1200), (2, 1), 1, slots=2 * PROGRAMS, least=32)
     again, _, _ = check(*case(device, (2, 1), 1, 1200), (2, 1), 1, slots=2 * PROGRAMS, least=32)
