@@ -108,7 +108,7 @@ class CommunityIndex:
         tokens = self.marks[layer][-1][0] if self.marks[layer] else 0
         used = self.used[layer]
         self.n_indexed[layer].fill_(tokens)
-        self._fill_number(layer, used)
+        self.count_communities(layer, used)
         self.size[layer, :, :, :used].copy_(self.stored[layer, :, :, :used])
 
     def grown(self, shape: IndexShape) -> CommunityIndex:
@@ -188,7 +188,7 @@ class CommunityIndex:
         self.marks[layer] = [*marks[:low], (stop, upto), *later]
         self._group(layer, at)
         self.flush()
-        self._fill_number(layer, used + moved)
+        self.count_communities(layer, used + moved)
 
     def flush(self) -> None:
         """Write what was published since; steps read it from here on. For the caller's thread, between steps."""
@@ -242,12 +242,12 @@ class CommunityIndex:
             self._counted.add(layer)
             return
         stop, used = self.marks[layer][-1]
-        self._fill_number(layer, used)
+        self.count_communities(layer, used)
         self.n_indexed[layer].fill_(stop)
         if assigns_tokens(self.config):
             self.begin_log(stop, layer)
 
-    def _fill_number(self, layer: int, used: int) -> None:
+    def count_communities(self, layer: int, used: int) -> None:
         """A layer has so many communities, all of them in groups if these are kept."""
         self.num_communities[layer].fill_(used)
         if self.shape.groups:
