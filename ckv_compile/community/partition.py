@@ -227,8 +227,8 @@ def partition_keys_block(
     )  # fmt: skip
     for g, partition in enumerate(partitions):
         begin, end = indptr[g, 0], indptr[g, n]
-        graph = indptr[g] - begin, indices[begin:end], weights[begin:end], strength[g]
-        _number(partition, *graph, config, context, stop)
+        own = indptr[g] - begin, indices[begin:end], weights[begin:end], strength[g]
+        _number(partition, *own, config, context, stop)
         _weigh(partition, strength[g])
     return partitions
 
