@@ -6,10 +6,11 @@ the context is built and read by the runtime's own publications and operators on
 recall is the share of the softmax over all keys (``_behind_sinks``: over all but the leading 10) that lies on what a step
 attends to, at a budget of 1 / ``share`` of the context; means over heads, layers and steps.
 
-With hierarchy "on" the groups cover 8 budgets of tokens, more for small shares (``ckv::route_coarse``); "auto" leaves
-contexts of up to 32 budgets as they are, so that only shares from 33 on say what it loses.
+With hierarchy "on" a step scores at least as many communities as its budget has tokens, more for small shares
+(``ckv::route_coarse``); "auto" scores all of up to four times as many, so that only shares above 4 mean sizes say what it
+loses: the others are harder than what it does.
 
-    python -m bench.coarse_recall                                   # some twenty minutes on two cores
+    python -m bench.coarse_recall                                   # some forty minutes on two cores
     python -m bench.coarse_recall --texts prose --contexts 8192 --layers 0 10 20
 """
 
@@ -140,8 +141,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--shares", nargs="+", type=int, default=[16, 64], help="context over budget")
     parser.add_argument("--mean-sizes", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--layers", nargs="+", type=int, default=list(range(0, 30, 3)))
-    parser.add_argument("--steps", type=int, default=64, help="decode steps behind the indexed context")
-    parser.add_argument("--every", type=int, default=8, help="steps from one that is measured to the next")
+    parser.add_argument("--steps", type=int, default=1024, help="decode steps behind the prompt, at most 2048")
+    parser.add_argument("--every", type=int, default=32, help="steps from one that is measured to the next")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--captured", type=Path, help="folder to keep what was captured in, read when it exists")
     parser.add_argument("--out", type=Path, help="folder of the result file")

@@ -24,7 +24,6 @@ GAMMA_NUMERATOR = 100.0
 
 SPARE_COMMUNITIES = 8
 GROUP = 8  # communities of consecutive numbers that are scored as one first (``ckv::route_coarse``)
-COVERAGE = 8  # times the budget: tokens in the groups whose communities are scored, at least
 
 
 def community_room(num_positions: int, mean_size: int) -> int:
@@ -38,8 +37,11 @@ def is_hierarchical(config: CommunityConfig) -> bool:
 
 
 def least_groups(config: CommunityConfig) -> int:
-    """Groups whose communities a step scores at least, where it scores groups: those of COVERAGE budgets of tokens."""
-    return -(-COVERAGE * config.budget // (config.mean_size * GROUP))
+    """Groups whose communities a step scores at least, where it scores groups: as many communities as tokens of budget.
+
+    They hold ``mean_size`` times what it attends to (bench.coarse_recall: fewer of larger ones lose more).
+    """
+    return -(-config.budget // GROUP)
 
 
 def coarse_from(config: CommunityConfig) -> int:

@@ -146,7 +146,7 @@ def test_parts_list_some_each():
 def test_there_is_room_for_what_parts_list(options):
     config = CommunityConfig(**options)
     least, slots = least_groups(config), visit_slots(config)
-    assert least * GROUP * config.mean_size >= 8 * config.budget
+    assert least * GROUP >= config.budget
     assert coarse_from(config) == 4 * GROUP * least
     opened = 4 * config.refresh_interval // GROUP + 2 if config.graph == "attention" else 0
     for parts in (8, 16, 32, 64):
