@@ -32,8 +32,13 @@ def community_room(num_positions: int, mean_size: int) -> int:
 
 
 def is_hierarchical(config: CommunityConfig) -> bool:
-    """Whether an index keeps groups of communities; where communities are few, steps do not look at them."""
-    return config.hierarchy != "off" and config.score == "max" and config.policy == "communities"
+    """Whether an index keeps groups of communities; where communities are few, steps do not look at them.
+
+    "auto" keeps them for the graph that they were measured on (bench.coarse_recall).
+    """
+    if config.hierarchy == "off" or config.score != "max" or config.policy != "communities":
+        return False
+    return config.hierarchy == "on" or config.graph == "keys"
 
 
 def least_groups(config: CommunityConfig) -> int:

@@ -27,7 +27,7 @@ CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
-MOST_COVERAGE = 4  # times that much at most, where communities are very many
+MOST_COVERAGE = 4  # times the fewest groups whose communities a step scores, where communities are very many
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
 INDEX_STATE: dict[str, torch.dtype | None] = {

@@ -325,7 +325,7 @@ def test_a_mask_that_generate_makes_beforehand_leaves_the_graph():
     captured = capture_generate(
         tiny_model("llama", num_hidden_layers=1), prompt(padded=True), cache="static", new_tokens=2
     )[-1]
-    result = rewritten(captured, CommunityConfig(**EXACT))
+    result = rewritten(captured, CommunityConfig(hierarchy="off", **EXACT))
     assert rewritten_text(result, 0) == decode_text("static", "keys")
     assert result.plan.mask not in result.plan.keep
     assert captured.inputs[result.plan.mask].shape == (2, 1, 1, 10)
