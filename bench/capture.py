@@ -64,11 +64,17 @@ def causal_top(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 @torch.inference_mode()
 def capture(
-    model, tokens: list[int], layers: Sequence[int] | None = None, *, start: int = 0, advance: Callable[[], object]
+    model,
+    tokens: list[int],
+    layers: Sequence[int] | None = None,
+    *,
+    start: int = 0,
+    lists: bool = True,
+    advance: Callable[[], object],
 ) -> Captured:
     """One forward of a Llama-like model over ``tokens``; ``advance`` is called once a layer. The model stays as it was.
 
-    layers: all of them when None.
+    layers: all of them when None. lists: whether ids and alphas are wanted; else they hold no token.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,7 +87,8 @@ def capture(
         advance()
         if module.layer_idx in layers:
             kept = key.clone(), query[:, :, start:].clone()
-            found[module.layer_idx] = (*kept, *causal_top(query[0], key[0], scaling))
+            top = causal_top(query[0, :, : None if lists else 0], key[0], scaling)
+            found[module.layer_idx] = (*kept, *top)
             scales.append(scaling)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=scaling

@@ -32,11 +32,11 @@ from ckv_compile.testing import capture_call, rewritten
 ATTENTION = ("sparse_attention", "sparse_attention_edges")  # the second where new tokens are assigned
 STAGES = {
     "append": {"append_kv"},
-    "route": {"route"},
+    "route": {"route", "route_coarse"},
     "retrieve": {"retrieve"},
     "attend": set(ATTENTION),
     "assign": {"pick_edges", "assign_tokens"},
-    "route_retrieve": {"route", "retrieve"},
+    "route_retrieve": {"route", "route_coarse", "retrieve"},
 }
 
 
@@ -230,6 +230,7 @@ class DecodeCache:
         large = (
             "centroid", "log_mean", "centroid_scale", "member", "label", "start", "stored", "edge_neighbor",
             "edge_weight", "candidate", "candidate_score", "candidate_rest", "candidate_norm", "new_key", "scores", "tally",
+            "coarse", "coarse_scale", "coarse_scores",
         )  # fmt: skip
         saved = {name: buffer.clone() for name, buffer in index.buffers.items() if name not in large}
         kept = length.clone()
@@ -324,7 +325,9 @@ def fill_index(sequence: Sequence, indexed: int, mean_size: int, seed: int = 0) 
         largest = max(largest, int(size.max()))
         _write_layer(index, layer, member, start, size, sequence.keys(layer), first)
         index.used[layer], index.marks[layer] = used, [(indexed, used)]
-        index.num_communities[layer].fill_(used)
+        if shape.groups:
+            index.group_communities(layer)
+        index.count_communities(layer, used)
     index.n_indexed.fill_(indexed)
     index.begin_log(indexed)
     sequence.submitted = [indexed] * shape.layers

@@ -2,6 +2,9 @@
 
     python -m bench.sparse_decode                                      # everything, about five minutes on an H200
     python -m bench.sparse_decode --cells 131072x1 --scores max --assign on --mean-sizes 16
+    python -m bench.sparse_decode --cells 65536x1 131072x1 262144x1 524288x1 1048576x1 --scores max --assign off \
+        --hierarchy off auto                                           # what groups of communities save, 64k to 1M
+    python -m bench.sparse_decode --count --hierarchy off auto         # the bytes of that, without a GPU
     python -m bench.sparse_decode --small --device cpu                 # does it run?
     python -m bench.sparse_decode --plot bench/results/sparse_decode-....json
 
@@ -14,7 +17,8 @@ Arms: ``ours`` is the whole step's attention; with assignment the new token also
 the last ``--tail`` tokens are not indexed yet. ``not_ready`` is the same graph over an empty index, dense through our
 operators. ``cudnn`` and ``flash`` are torch's SDPA over contiguous K and V of exactly the context, ``_packed`` with the
 heads of a group as queries of one head; comparisons take the faster. Stages are graphs of their own. Floors are useful
-bytes (``useful_bytes``) over the copy rate measured in the run.
+bytes (``useful_bytes``) over the copy rate measured in the run. ``--hierarchy`` is the option of that name; with "auto" a
+step scores groups of communities first where these are many (``ckv::route_coarse``).
 
 Before any timing the attention's output is compared with float64 over the same tokens, with and without learned sink
 logits; if it is wrong, nothing is timed.
@@ -27,6 +31,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import statistics
 import traceback
 from pathlib import Path
@@ -40,12 +45,22 @@ from rich.table import Table
 from bench.decode_layer import STAGES, CompiledStage, DecodeAttention, DecodeCache, dense_forms, is_op, random_slab
 from bench.results_file import draw, write_results
 from bench.timing import capture, copy_ceiling, interleaved, label_contexts, timing
-from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import shortlist_slots
+from ckv_compile.config import (
+    GROUP,
+    Append,
+    CommunityConfig,
+    Hierarchy,
+    coarse_from,
+    is_hierarchical,
+    least_groups,
+)
+from ckv_compile.index_layout import coarse_parts, num_groups, shortlist_slots
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
+from ckv_compile.reference.route_coarse import part_quota
 from ckv_compile.reference.sparse_attention import sparse_attention
 
 CELLS = ("32768x1", "65536x1", "131072x1", "262144x1", "524288x1", "131072x4")
+HIERARCHIES = {"off": "_flat", "auto": "", "on": "_grouped"}  # and how the names of claims end
 LABELS = {(131072, 1): "131k_b1", (524288, 1): "524k_b1", (131072, 4): "131k_b4"}
 SLACK = 2048  # tokens of room behind the context: every replay appends one
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}  # relative L2, far above rounding: a wrong kernel misses it
@@ -69,25 +84,43 @@ class Sizes:
             torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device),
         )  # fmt: skip
 
-    def config(self, mean_size: int = 16, score: str = "max", assign: bool = False) -> CommunityConfig:
+    def config(
+        self, mean_size: int = 16, score: str = "max", assign: bool = False, hierarchy: Hierarchy = "auto"
+    ) -> CommunityConfig:
+        append: Append = "assign" if assign else "attend"
         return CommunityConfig(
-            mean_size=mean_size, score=score, append="assign" if assign else "attend", **dict(self.options)
+            mean_size=mean_size, score=score, append=append, hierarchy=hierarchy, **dict(self.options)
         )
 
 
 SMALL = Sizes(
     4, 2, 16, layers=2, device="cpu", dtype=torch.float32,
-    options=(("budget", 128), ("block_size", 256), ("append_block", 64), ("recent_window", 16)),
+    options=(("budget", 96), ("block_size", 256), ("append_block", 64), ("recent_window", 16)),
 )  # fmt: skip
 
 
-def useful_bytes(sizes: Sizes, batch: int, context: int, communities: int, centroid_bytes: int) -> dict[str, int]:
-    """Bytes of one layer that must move at least once, by arm: K and V, centroids, ids and scores."""
+def visited(config: CommunityConfig, communities: int) -> tuple[int, int]:
+    """(communities, groups of them) whose scores a step computes, of so many communities (``ckv::route_coarse``)."""
+    if not is_hierarchical(config) or communities <= coarse_from(config):
+        return communities, 0
+    least, groups = least_groups(config), num_groups(communities)
+    parts = coarse_parts(least)
+    return min(communities, GROUP * parts * part_quota(groups, 0, least, parts)), groups
+
+
+def useful_bytes(
+    sizes: Sizes, config: CommunityConfig, batch: int, context: int, communities: int, centroid_bytes: int
+) -> dict[str, int]:
+    """Bytes of one layer that must move at least once, by arm: K and V, centroids, ids and scores.
+
+    A group of communities has a mean and a spread, each as large as a centroid, and its communities' scores are reset.
+    """
     element = sizes.dtype.itemsize
-    graphs, config = batch * sizes.kv_heads, sizes.config()
+    graphs = batch * sizes.kv_heads
     dense = 2 * graphs * context * sizes.head_dim * element
-    route = graphs * communities * (centroid_bytes + 4)  # a size each
-    retrieve = graphs * (communities * 12 + config.budget * 8)  # scores, start and size; members read, list written
+    scored, groups = visited(config, communities)
+    route = graphs * (scored * (centroid_bytes + 4) + groups * (2 * centroid_bytes + 4 * GROUP + 8))  # a size, a score
+    retrieve = graphs * (scored * 12 + config.budget * 8)  # scores, start and size; members read, list written
     attend = graphs * min(config.budget, context) * (2 * sizes.head_dim * element + 4)
     return {
         "dense": dense, "not_ready": dense, "route": route, "retrieve": retrieve, "attend": attend,
@@ -163,6 +196,37 @@ class Compiled:
     stages: dict[str, CompiledStage]
 
 
+def count_rows(sizes: Sizes, args: argparse.Namespace) -> list[dict]:
+    """Bytes and communities of a step by arithmetic, at the target mean size, for every cell of the run."""
+    rows = []
+    for (context, batch), mean_size, hierarchy in itertools.product(args.cells, args.mean_sizes, args.hierarchy):
+        config = sizes.config(mean_size, hierarchy=hierarchy)
+        communities, centroid = context // mean_size, sizes.head_dim + 4
+        scored, groups = visited(config, communities)
+        needed = useful_bytes(sizes, config, batch, context, communities, centroid)
+        rows.append({
+            "kind": "count", "context": context, "batch": batch, "mean_size": mean_size, "hierarchy": hierarchy,
+            "communities": communities, "scored_communities": scored, "scored_groups": groups,
+            **{f"{arm}_bytes": needed[arm] for arm in ("dense", "route", "retrieve", "attend", "ours")},
+        })  # fmt: skip
+    return rows
+
+
+def show_counts(rows: list[dict], console: Console) -> None:
+    parts = ("route", "retrieve", "attend", "ours", "dense")
+    table = Table(
+        "context", "b", "mean", "hierarchy", "communities", "scored", "groups", *parts, title="bytes of a layer, MB"
+    )
+    for row in rows:
+        if row["kind"] == "count":
+            table.add_row(
+                f"{row['context']:,}", str(row["batch"]), str(row["mean_size"]), row["hierarchy"],
+                f"{row['communities']:,}", f"{row['scored_communities']:,}", f"{row['scored_groups']:,}",
+                *(f"{row[f'{part}_bytes'] / 1e6:.2f}" for part in parts),
+            )  # fmt: skip
+    console.print(table)
+
+
 def compile_step(config: CommunityConfig, sizes: Sizes, batch: int, stages: bool, interpret: bool) -> Compiled:
     step = DecodeAttention(config, sizes.geometry(), batch)
     names = [
@@ -172,6 +236,12 @@ def compile_step(config: CommunityConfig, sizes: Sizes, batch: int, stages: bool
     return Compiled(
         step, step.compile(interpret=interpret), {name: step.compile(name, interpret=interpret) for name in names}
     )
+
+
+def compiled_key(config: CommunityConfig) -> tuple:
+    """Mean sizes that compile alike share a step."""
+    groups = (least_groups(config), coarse_from(config)) if is_hierarchical(config) else None
+    return config.score, config.append, shortlist_slots(config), groups
 
 
 def flex_attention_arm(sizes: Sizes, queries, contiguous, context: int):
@@ -200,7 +270,7 @@ def measure(
 ) -> list[dict]:
     """Rows of one cell, one per arm; an arm that fails is a row with its error."""
     context, batch, mean_size = cell["context"], cell["batch"], cell["mean_size"]
-    config = sizes.config(mean_size, cell["score"], cell["assign"])
+    config = sizes.config(mean_size, cell["score"], cell["assign"], cell["hierarchy"])
     cache = DecodeCache(config, sizes.geometry(), batch, slab)
     length = context - 1  # the step appends the last token of the context
     indexed = length if cell["assign"] else max(length - args.tail, length // 2)
@@ -250,7 +320,7 @@ def measure(
     if "attend" in arms:
         attended = float(torch.stack([step.lists(layer, given)[1].float() for layer in range(sizes.layers)]).mean())
     times = interleaved(arms, args.repetitions, device, before=before, most_calls=args.most_calls)
-    floors = useful_bytes(sizes, batch, context, held["communities"], held["centroid_bytes"])
+    floors = useful_bytes(sizes, config, batch, context, held["communities"], held["centroid_bytes"])
     rows = []
     for name, values in times.items():
         per_layer = [value / sizes.layers for value in values]
@@ -276,7 +346,11 @@ DENSE = ("cudnn", "cudnn_packed", "math")  # what speedups are over: the faster 
 
 
 def claims_of(rows: list[dict]) -> dict[str, float]:
-    """Figures by name. The plain ones: mean size 16, score max, assignment included; ``_attend``: without assignment."""
+    """Figures by name. The plain ones: mean size 16, score max, assignment included; ``_attend``: without assignment.
+
+    Without groups they end in ``_flat``, with them for short contexts too in ``_grouped``. ``growth``: the exponent of
+    the context that the time (bytes: the traffic, by arithmetic) of a step grows with, from the shortest to the longest.
+    """
     claims: dict[str, float] = {}
     for dtype, name in (("float32", "fp32"), ("bfloat16", "bf16")):
         errors = [row["rel_l2"] for row in rows if row["kind"] == "accuracy" and row["dtype"] == dtype]
@@ -285,27 +359,43 @@ def claims_of(rows: list[dict]) -> dict[str, float]:
     cells: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["kind"] == "speed" and row["score"] == "max":
-            cells.setdefault((row["context"], row["batch"], row["mean_size"], row["assign"]), []).append(row)
-    for (context, batch, mean_size, assign), cell in cells.items():
+            key = row["context"], row["batch"], row["mean_size"], row["assign"], row.get("hierarchy", "auto")
+            cells.setdefault(key, []).append(row)
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["kind"] == "count" and row["batch"] == 1:
+            name = f"bytes_growth{HIERARCHIES[row['hierarchy']]}_mean{row['mean_size']}"
+            curves.setdefault(name, []).append((row["context"], row["ours_bytes"]))
+    for (context, batch, mean_size, assign, hierarchy), cell in cells.items():
         label, dense = LABELS.get((context, batch)), fastest(cell, DENSE)
         ours, not_ready = fastest(cell, ("ours",)), fastest(cell, ("not_ready",))
+        if ours and batch == 1 and not assign:
+            name = f"time_growth{HIERARCHIES[hierarchy]}_mean{mean_size}"
+            curves.setdefault(name, []).append((context, ours["median_ms"]))
         if label is None or dense is None:
             continue
-        suffix = ("" if mean_size == 16 else f"_mean{mean_size}") + ("" if assign else "_attend")
+        suffix = (
+            ("" if mean_size == 16 else f"_mean{mean_size}") + ("" if assign else "_attend") + HIERARCHIES[hierarchy]
+        )
         if ours:
             claims[f"decode_attention_speedup_{label}{suffix}"] = dense["median_ms"] / ours["median_ms"]
         if not_ready and label == "131k_b1" and mean_size == 16:
             claims["not_ready_over_dense"] = not_ready["median_ms"] / dense["median_ms"]
+    for name, points in curves.items():
+        (short, least), (long, most) = min(points), max(points)
+        if long >= 4 * short:
+            claims[name] = math.log(most / least) / math.log(long / short)
     return claims
 
 
 def show(rows: list[dict], claims: dict[str, float], console: Console) -> None:
     speed = [row for row in rows if row["kind"] == "speed"]
     names = list(dict.fromkeys(row["arm"] for row in speed))
-    table = Table("context", "b", "mean", "score", "assign", *names, title="µs per layer (floor)")
+    table = Table("context", "b", "mean", "score", "assign", "hierarchy", *names, title="µs per layer (floor)")
     cells: dict[tuple, dict[str, dict]] = {}
     for row in speed:
         key = row["context"], row["batch"], row["mean_size"], row["score"], "yes" if row["assign"] else "no"
+        key = *key, row["hierarchy"]
         cells.setdefault(key, {})[row["arm"]] = row
 
     def text(row: dict | None) -> str:
@@ -315,7 +405,9 @@ def show(rows: list[dict], claims: dict[str, float], console: Console) -> None:
 
     for key, arms in cells.items():
         table.add_row(*map(str, key), *(text(arms.get(name)) for name in names))
-    console.print(table)
+    if cells:
+        console.print(table)
+    show_counts(rows, console)
     for row in rows:
         if row["kind"] == "accuracy":
             console.print(
@@ -340,6 +432,7 @@ def plot(path: Path) -> Path:
             name = row["arm"]
             if name == "ours":
                 name = f"ours, mean size {row['mean_size']}{', assigning' if row['assign'] else ''}"
+                name += {"_flat": "", "": ", groups"}.get(HIERARCHIES[row.get("hierarchy", "auto")], ", groups always")
             lines.setdefault(name, []).append((row["context"], row["median_ms"]))
             if row["arm"] in DENSE:
                 lines.setdefault("dense floor", []).append((row["context"], row["floor_ms"]))
@@ -375,6 +468,8 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--assign", default="both", choices=("both", "on", "off"), help="of the new token to a community"
     )
+    parser.add_argument("--hierarchy", nargs="+", default=["auto"], choices=tuple(HIERARCHIES))
+    parser.add_argument("--count", action="store_true", help="only count bytes, by arithmetic")
     parser.add_argument("--layers", type=int, default=6, help="different layers in one CUDA graph")
     parser.add_argument("--tail", type=int, default=256, help="tokens not yet indexed where none is assigned")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -393,6 +488,8 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw a result file")
     args = parser.parse_args(argv)
     args.most_calls = 50
+    if args.count and args.cells == list(map(cell_of, CELLS)):
+        args.cells = [(2**power, 1) for power in range(16, 21)]
     if args.small:
         args.cells, args.layers, args.accuracy_context, args.tail = [(1000, 1), (1000, 2)], 2, 600, 32
         args.repetitions, args.most_calls = min(args.repetitions, 3), 3
@@ -408,7 +505,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     sizes = dataclasses.replace(SMALL if args.small else Sizes(), device=args.device, layers=args.layers)
     if args.small and args.device.startswith("cuda"):
         sizes = dataclasses.replace(sizes, dtype=torch.bfloat16)
-    rows: list[dict] = []
+    rows: list[dict] = count_rows(sizes, args)
+    if args.count:
+        show(rows, claims_of(rows), console)
+        return claims_of(rows)
     if not args.no_accuracy:
         for dtype in TOLERANCE:
             try:
@@ -423,7 +523,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         args.ceiling = copy_ceiling(args.device, (4 << 30) if args.device.startswith("cuda") else (64 << 20))
     console.print(f"copy {args.ceiling:.2f} TB/s")
     appends = {"both": (False, True), "on": (True,), "off": (False,)}[args.assign]
-    variants = list(itertools.product(args.scores, appends))
+    variants = list(itertools.product(args.scores, appends, args.hierarchy))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     path = None
 
@@ -438,30 +538,31 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         task = progress.add_task("cells", total=len(args.cells) * len(variants) * len(args.mean_sizes))
         for batch in dict.fromkeys(batch for _, batch in args.cells):
             compiled = {}
-            for score, assign in variants:
+            for score, assign, hierarchy in variants:
                 progress.update(task, description=f"compiling: batch {batch}, {score}{', assign' if assign else ''}")
                 stages = score == args.scores[0] and not args.no_stages
                 try:
                     for mean_size in args.mean_sizes:
-                        config = sizes.config(mean_size, score, assign)
-                        key = score, assign, shortlist_slots(config)  # mean sizes that compile alike share a step
+                        config = sizes.config(mean_size, score, assign, hierarchy)
+                        key = compiled_key(config)
                         if key not in compiled:
                             compiled[key] = compile_step(config, sizes, batch, stages, args.interpret)
                 except Exception as error:
                     console.print(f"[red]compilation failed[/red]: {error}")
                     rows.append({
-                        "kind": "failure", "batch": batch, "score": score, "assign": assign,
+                        "kind": "failure", "batch": batch, "score": score, "assign": assign, "hierarchy": hierarchy,
                         "error": f"{type(error).__name__}: {str(error)[:300]}",
                     })  # fmt: skip
                     traceback.print_exc()
             for context in (context for context, of in args.cells if of == batch):
                 slab = random_slab(sizes.geometry(), batch, context + SLACK)
-                for (score, assign), mean_size in itertools.product(variants, args.mean_sizes):
+                for (score, assign, hierarchy), mean_size in itertools.product(variants, args.mean_sizes):
                     cell = {
                         "context": context, "batch": batch, "mean_size": mean_size, "score": score, "assign": assign,
+                        "hierarchy": hierarchy,
                     }  # fmt: skip
                     progress.update(task, description=f"{context} x {batch}")
-                    key = score, assign, shortlist_slots(sizes.config(mean_size, score, assign))
+                    key = compiled_key(sizes.config(mean_size, score, assign, hierarchy))
                     if key in compiled:
                         rows += measure(sizes, compiled[key], slab, cell, args, args.ceiling, console)
                     progress.advance(task)

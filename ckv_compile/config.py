@@ -19,6 +19,7 @@ Policy = Literal[
 ]  # fmt: skip
 Append = Literal["attend", "assign"]
 Grouping = Literal["off", "inputs", "all"]
+Hierarchy = Literal["auto", "on", "off"]
 
 # Policies that score every token at a step, instead of publishing groups of them (``ckv_compile.policies``).
 TOKEN_POLICIES = ("neighborhoods", "quest", "sparq", "tokenselect", "freekv", "h2o", "snapkv", "graphkv", "oracle")
@@ -29,6 +30,7 @@ GAMMA_NUMERATOR = 100.0
 
 
 SPARE_COMMUNITIES = 8
+GROUP = 8  # communities of consecutive numbers that are scored as one first (``ckv::route_coarse``)
 
 # Communities with consecutive ids that a part of ``ckv::route`` takes together: 8, whose scales, sizes and scores fill a
 # sector of 32 bytes. Single ones cost 35 us where runs of 8 cost 19 (524k tokens, H200). Those that a query wants lie side
@@ -40,6 +42,32 @@ RUN = 8
 def community_room(num_positions: int, mean_size: int) -> int:
     """Communities that an index keeps room for, for so many positions: twice the expected number and a few."""
     return 2 * num_positions // mean_size + SPARE_COMMUNITIES
+
+
+def is_hierarchical(config: CommunityConfig) -> bool:
+    """Whether an index keeps groups of communities; where communities are few, steps do not look at them.
+
+    "auto" keeps them for the graph that they were measured on (bench.coarse_recall).
+    """
+    if config.hierarchy == "off" or config.score != "max" or config.policy != "communities":
+        return False
+    return config.hierarchy == "on" or config.graph == "keys"
+
+
+def least_groups(config: CommunityConfig) -> int:
+    """Groups whose communities a step scores at least, where it scores groups: as many communities as tokens of budget.
+
+    They hold ``mean_size`` times what it attends to (bench.coarse_recall: fewer of larger ones lose more).
+    """
+    return -(-config.budget // GROUP)
+
+
+def coarse_from(config: CommunityConfig) -> int:
+    """Communities up to which a step scores all of them.
+
+    "auto": four times those that it would score else; fewer are not worth another kernel. "on": as many.
+    """
+    return (4 if config.hierarchy == "auto" else 1) * GROUP * least_groups(config)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -66,6 +94,7 @@ class CommunityConfig:
     prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
     centroid_budget: int = 0  # communities that enter attention by their means (paper, table 6: 0 is best)
     policy: Policy = "communities"  # the others are for comparison (``ckv_compile.policies``)
+    hierarchy: Hierarchy = "auto"  # groups of communities are scored first where these are many (bench.coarse_recall)
 
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
     recent_window: int = 64
@@ -91,7 +120,7 @@ class CommunityConfig:
         for name, literal in (
             ("graph", GraphSource), ("score", Score), ("policy", Policy), ("graph_aggregation", Aggregation),
             ("topk", TopK), ("append", Append), ("leiden_engine", Engine),
-            ("group_projections", Grouping),
+            ("group_projections", Grouping), ("hierarchy", Hierarchy),
         ):  # fmt: skip
             _choice(name, getattr(self, name), get_args(literal))
         for name, least in (
@@ -135,6 +164,11 @@ class CommunityConfig:
         if self.append_block > self.block_size:
             raise ValueError(
                 f"options['append_block'] must be at most block_size ({self.block_size}), got {self.append_block}"
+            )
+        if self.hierarchy == "on" and (self.score != "max" or self.policy != "communities"):
+            raise ValueError(
+                "options['hierarchy'] = 'on' needs score='max' and policy='communities', "
+                f"got score={self.score!r} and policy={self.policy!r}; leave it at 'auto'"
             )
         if self.graph_aggregation == "head" and self.graph != "attention":
             raise ValueError(

@@ -11,7 +11,15 @@ import dataclasses
 
 import torch
 
-from ckv_compile.config import SPARE_COMMUNITIES, CommunityConfig, community_room
+from ckv_compile.config import (
+    GROUP,
+    SPARE_COMMUNITIES,
+    CommunityConfig,
+    coarse_from,
+    community_room,
+    is_hierarchical,
+    least_groups,
+)
 from ckv_compile.policies import policy_of
 from ckv_compile.policies.base import PAGE
 from ckv_compile.policies.neighborhoods import edges_of
@@ -21,6 +29,8 @@ NOMINAL_STATE = 1  # the same for flat index state
 CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
+DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
+MOST_COVERAGE = 4  # times the fewest groups whose communities a step scores, where communities are very many
 
 # name -> dtype (None: that of K and V), in the order in which decode graphs take them
 INDEX_STATE: dict[str, torch.dtype | None] = {
@@ -57,6 +67,13 @@ ASSIGN_STATE: dict[str, torch.dtype | None] = {
 CANDIDATES = ("candidate", "candidate_score", "candidate_rest", "candidate_norm")
 # further state where communities that are not retrieved enter attention by their means (``centroid_budget``)
 SUMMARY_STATE: dict[str, torch.dtype | None] = {"mean_value": None}
+# further state where groups of communities are scored first
+COARSE_STATE: dict[str, torch.dtype | None] = {
+    "num_grouped": torch.int32,
+    "coarse": torch.int8,
+    "coarse_scale": torch.float32,
+    "coarse_scores": torch.float32,
+}
 ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
 # further state of policies other than communities; each names what it keeps (``ckv_compile.policies``)
 POLICY_STATE: dict[str, torch.dtype | None] = {
@@ -98,6 +115,26 @@ def shortlist_slots(config: CommunityConfig) -> int:
     return PROGRAMS * (32 if config.budget <= 8 * config.mean_size * PROGRAMS else 64)
 
 
+def num_groups(communities: int) -> int:
+    return -(-communities // GROUP)
+
+
+def coarse_parts(least: int) -> int:
+    """Parts of the groups that list their best separately (``ckv::route_coarse``), at most.
+
+    A part that lists few misses some of the best where by chance it has more of them: on SmolLM2's keys four or more a
+    part lose no more than one list of all, and one a part three times as much.
+    """
+    return max(8, min(PROGRAMS, 1 << max(0, (least // 4).bit_length() - 1)))
+
+
+def visit_slots(config: CommunityConfig) -> int:
+    """Groups that ``route_coarse`` can list: a multiple of PROGRAMS, with room for all that decode steps opened."""
+    opened = 4 * config.refresh_interval // GROUP + 2 if assigns_tokens(config) else 0
+    most = MOST_COVERAGE * least_groups(config)
+    return sum(-(-part // PROGRAMS) * PROGRAMS for part in (most, opened))
+
+
 def edge_lists(keys: bool, graphs: int, query_heads: int, kv_heads: int) -> tuple[int, int]:
     """(lists of candidates, edge lists) of a layer: of keys one per graph, else one per query head of a shared list."""
     return (graphs, graphs) if keys else (max(graphs, kv_heads), query_heads)
@@ -119,6 +156,7 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
         **INDEX_STATE,
         **(ASSIGN_STATE if assigns else {}),
         **(SUMMARY_STATE if summarizes else {}),
+        **(COARSE_STATE if is_hierarchical(config) else {}),
         **(ASSIGN_SUMMARY_STATE if assigns and summarizes else {}),
         **{name: POLICY_STATE[name] for name in policy_of(config.policy).state},
     }
@@ -129,7 +167,8 @@ def state_dtypes(config: CommunityConfig, dtype: torch.dtype) -> dict[str, torch
 class IndexShape:
     """Sizes of an index: L layers, B rows, G graphs a layer, H edge lists a layer, C communities, N tokens, E log.
 
-    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths. neighbors: that a
+    places: lists of candidates a layer, each for H / places edge lists. slots, rests: their lengths. groups: of
+    communities, 0 where none are kept because the cache is not long enough for a step to score them. neighbors: that a
     policy keeps of each token.
     """
 
@@ -149,6 +188,7 @@ class IndexShape:
     rests: int
     query_heads: int = 0
     neighbors: int = 0
+    groups: int = 0
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
@@ -157,13 +197,15 @@ class IndexShape:
         graphs = geometry.num_graphs(config.graph_aggregation)
         heads = geometry.num_query_heads, geometry.num_kv_heads
         places, lists = edge_lists(config.graph == "keys", graphs, *heads)
+        communities = community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log
+        grouped = is_hierarchical(config) and tokens > config.mean_size * coarse_from(config)
         return cls(
             layers=geometry.num_layers,
             batch=batch,
             graphs=graphs,
             lists=lists,
             centroid_dim=geometry.centroid_dim(config.graph_aggregation),
-            communities=community_room(tokens, config.mean_size) + SPARE_COMMUNITIES * blocks + log,
+            communities=communities,
             tokens=tokens,
             log=log,
             kappa=config.kappa,
@@ -174,13 +216,19 @@ class IndexShape:
             rests=rest_slots(config.kappa),
             query_heads=geometry.num_query_heads,
             neighbors=edges_of(config),
+            groups=num_groups(communities) if grouped else 0,
         )
 
     def of(self, name: str) -> tuple[int, ...]:
         per_row, per_graph = (self.layers, self.batch), (self.layers, self.batch, self.graphs)
         edges = (*per_row, self.lists, self.log, self.kappa)
         pages = (*per_row, self.kv_heads, -(-self.tokens // PAGE), self.head_dim)
+        groups = max(1, self.groups)
         return {
+            "num_grouped": per_graph,
+            "coarse": (*per_graph, groups, 2, self.centroid_dim),
+            "coarse_scale": (*per_graph, groups, 2),
+            "coarse_scores": (self.batch, self.graphs, groups),
             "n_indexed": per_row,
             "log_first": per_row,
             "num_communities": per_graph,

@@ -151,8 +151,29 @@ def grouped_linear_tensors(input, weights, biases=None):
     return {"INPUT": input, **named, **{f"BIAS_{i}": bias for i, bias in enumerate(biases or [])}}
 
 
-def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, **tuned):
-    """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out)."""
+def route_coarse(query, state, layer, num_graphs, num_kv_heads, scale, least, start, slots, **tuned):
+    """``ckv::route_coarse`` by its kernel: (visit, count). state: an ``IndexState``, whose scores are written."""
+    from ckv_compile.lowering import route_coarse as lowering
+
+    batch, heads, queries, dim = query.shape
+    constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, least, start, slots, queries)
+    constants |= {**lowering.configs(constants)[0], **tuned}
+    visit = poisoned((batch, num_graphs, slots), torch.int32, query.device)
+    count = poisoned((batch, num_graphs), torch.int32, query.device)
+    tensors = {
+        "QUERY": query, "COARSE": state.coarse, "COARSE_SCALE": state.coarse_scale, "CHANNEL_SCALE": state.channel_scale,
+        "GROUPED": state.num_grouped, "NUMBER": state.num_communities, "CAPACITY": state.capacity_of(layer),
+        "COARSE_SCORES": state.coarse_scores, "SCORES": state.scores, "VISIT": visit,
+    }  # fmt: skip
+    RenderedKernel("route_coarse", [], constants)((constants["PROGRAMS"], batch * num_graphs, 1), tensors, count)
+    return visit, count
+
+
+def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, visit=None, **tuned):
+    """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out).
+
+    visit: (visit, count) of ``route_coarse``.
+    """
     from ckv_compile.lowering import route as lowering
 
     batch, heads, queries, dim = query.shape
@@ -162,6 +183,7 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 5, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)
+    constants["LISTED"] = visit is not None
     tensors = {
         "QUERY": query,
         "CENTROID": state.centroid,
@@ -181,6 +203,8 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
         top, mass = (poisoned(shape, torch.float32, query.device) for _ in range(2))
         RenderedKernel("route", [], {**constants, "STATISTICS": True})(grid, {**tensors, "MASS": mass}, top)
         tensors |= {"TOP": top, "MASS": mass}
+    if visit is not None:
+        tensors["VISIT"], tensors["VISITS"] = visit
     RenderedKernel("route", [], constants)(grid, tensors, left_out)
     return shortlist, left_out
 

@@ -9,8 +9,12 @@ import textwrap
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ckv_compile.config import GROUP, coarse_from, is_hierarchical, least_groups
+from ckv_compile.index_layout import num_groups, visit_slots
 
 GARBAGE = 1_000_003  # stands in index state that nothing may read
 
@@ -79,6 +83,10 @@ class IndexState:
     scores: Tensor
     tally: Tensor
     capacity: Tensor
+    num_grouped: Tensor
+    coarse: Tensor
+    coarse_scale: Tensor
+    coarse_scores: Tensor
 
     def nominal(self, name: str) -> Tensor:
         return nominal_state(getattr(self, name))
@@ -147,6 +155,10 @@ def random_index(
         scores=garbage(batch, graphs, room, dtype=torch.float32),
         tally=torch.zeros(layers, 2, dtype=torch.int64),
         capacity=torch.tensor([room, tokens_room, log_room], dtype=torch.int32),
+        num_grouped=torch.full(shape, num_communities, dtype=torch.int32),
+        coarse=torch.full((*shape, num_groups(room), 2, dim), 111, dtype=torch.int8),
+        coarse_scale=garbage(*shape, num_groups(room), 2, dtype=torch.float32),
+        coarse_scores=garbage(batch, graphs, num_groups(room), dtype=torch.float32),
     )
     for layer in range(layers):
         for row in range(batch):
@@ -179,7 +191,20 @@ def random_index(
                 state.mean_value[at][:num_communities] = value
                 code, scale = torch.ops.ckv.encode_centroids(mean, state.channel_scale[at])
                 state.centroid[at][:num_communities], state.centroid_scale[at][:num_communities] = code, scale
+    group_index(state)
     return state
+
+
+def group_index(index: IndexState) -> None:
+    """Mean and spread of the groups of all layers' communities as they are now (``ckv::coarse_centroids``)."""
+    for at in np.ndindex(*index.num_communities.shape):
+        number = int(index.num_communities[at])
+        missing = -number % GROUP
+        parts = [getattr(index, name)[at][:number] for name in ("centroid", "centroid_scale", "size")]
+        parts = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])])[None, None] for part in parts]
+        code, scale = torch.ops.ckv.coarse_centroids(*parts)
+        index.coarse[at][: num_groups(number)], index.coarse_scale[at][: num_groups(number)] = code[0, 0], scale[0, 0]
+        index.num_grouped[at] = number
 
 
 def random_summaries(index: IndexState, reserved: int, layer: int, seed: int = 0) -> Tensor:
@@ -680,10 +705,17 @@ def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: 
             at["tally"], *(at.get(name) for name in POLICY_STATE), config.policy, layer, scale, shape.graphs, budget,
             *sizes, shape.neighbors,
         )  # fmt: skip
+    visit: tuple = ()
+    if is_hierarchical(config):
+        read = (at[name] for name in ("coarse", "coarse_scale", "channel_scale", "num_grouped", "num_communities"))
+        visit = torch.ops.ckv.route_coarse(
+            query, *read, capacity, at["coarse_scores"], at["scores"], layer, shape.graphs, shape.kv_heads, scale,
+            least_groups(config), coarse_from(config), visit_slots(config),
+        )  # fmt: skip
+    read = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
     listed = torch.ops.ckv.route(
-        query, at["centroid"], at["centroid_scale"], at["channel_scale"], at["size"], at["num_communities"], capacity,
-        at["scores"], layer, shape.graphs, shape.kv_heads, scale, policy.score or config.score, sequence.length_device,
-        2048,
+        query, *(at[name] for name in read), capacity, at["scores"], layer, shape.graphs, shape.kv_heads, scale,
+        policy.score or config.score, sequence.length_device, 2048, *visit,
     )  # fmt: skip
     return torch.ops.ckv.retrieve(
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import ckv_compile.ops  # noqa: F401  (registers the operators)
-from ckv_compile.config import CommunityConfig
+from ckv_compile.config import CommunityConfig, coarse_from, is_hierarchical, least_groups
 from ckv_compile.index_layout import (
     CANDIDATES,
     NOMINAL_LENGTH,
@@ -23,6 +23,7 @@ from ckv_compile.index_layout import (
     edge_lists,
     shortlist_slots,
     state_dtypes,
+    visit_slots,
 )
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.index_expressions import shape_of
@@ -228,10 +229,20 @@ def _retrieve(site, layer, key, batch, graphs, length, queries, state, config, c
     score = policy.score or config.score
     groups, capacity, reserved = site.num_kv_heads, state[f"capacity_{layer}"], config.centroid_budget
     sinks, window = config.num_sink_tokens, config.recent_window
+    visit: tuple = ()
+    if is_hierarchical(config):
+        read = [state[n] for n in ("coarse", "coarse_scale", "channel_scale", "num_grouped", "num_communities")]
+        listed = call(
+            ckv.route_coarse.default,
+            (site.query, *read, capacity, state["coarse_scores"], state["scores"], layer, graphs, groups, site.scale,
+             least_groups(config), coarse_from(config), visit_slots(config)),
+        )  # fmt: skip
+        visit = tuple(call(operator.getitem, (listed, i)) for i in range(2))
+        new += [listed, *visit]
     routed = call(
         ckv.route.default,
         (site.query, *(state[n] for n in ROUTED), capacity, state["scores"], layer, graphs, groups, site.scale, score,
-         length, shortlist_slots(config)),
+         length, shortlist_slots(config), *visit),
     )  # fmt: skip
     shortlist, left_out = call(operator.getitem, (routed, 0)), call(operator.getitem, (routed, 1))
     retrieved = call(

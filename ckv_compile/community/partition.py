@@ -17,9 +17,18 @@ from ckv_compile.community.graph import (
     key_graphs_csr,
     mixed_graph,
 )
+from ckv_compile.community.hierarchy import number_by_coarse_level
 from ckv_compile.community.leiden import leiden_batch, seeded, start_labels, stop_flag
 from ckv_compile.community.resolution import NODES_PER_CONSTANT, ResolutionMemory, SearchPlan, search_gamma
-from ckv_compile.config import RUN, SPARE_COMMUNITIES, CommunityConfig, community_room
+from ckv_compile.config import (
+    GROUP,
+    RUN,
+    SPARE_COMMUNITIES,
+    CommunityConfig,
+    coarse_from,
+    community_room,
+    is_hierarchical,
+)
 
 # Of the number that the mean size asks for. Leaves of a hub whose community is full stay alone at any resolution.
 MOST_COMMUNITIES = 1.2
@@ -32,7 +41,8 @@ class Partition:
 
     labels: int32 [n], -1 for a position that is not a node (a sink or padding).
     start, size: int32 [C], where a community's members begin and how many they are; communities are numbered as
-    ``gather_partitions`` says. member: int32 [number of nodes], positions ordered by community, then by position.
+    ``gather_partitions`` says, or by coarse communities (``number_by_coarse_level``) where steps look at these. member:
+    int32 [number of nodes], positions ordered by community, then by position.
     gamma: the resolution used, 0 for pages. dropped: entries with an unusable weight.
     weight: float64 [C], the sum of the members' strengths (w_C of eq. 7); None for pages.
     fallback: why pages stand in for communities, None when they do not.
@@ -210,12 +220,14 @@ def partition_keys_block(
     layer: int,
     stop: np.ndarray | None = None,
     backlog: Callable[[], int] | None = None,
+    context: int = 0,
 ) -> list[Partition]:
     """Partition one block of every graph of a layer by its nearest keys.
 
     neighbors: int32 [G, n, kappa], positions within the block, -1 for an empty slot. node_first: positions before it
     are sinks or padding and never nodes; one number, or one per graph. backlog: how many jobs wait; while none does,
-    more passes follow (None: never). The result is one partition per graph.
+    more passes follow (None: never). context: tokens that there are so far, of which the block is a part. The result is
+    one partition per graph.
     """
     neighbors = np.ascontiguousarray(neighbors, np.int32)
     graphs, n, _ = neighbors.shape
@@ -247,8 +259,11 @@ def partition_keys_block(
         max_community_size=config.max_community_size, room=_most_communities(n, config), gammas=gammas,
         spread=config.policy != "streaming",
     )  # fmt: skip
-    for partition, own in zip(partitions, strength, strict=True):
-        _weigh(partition, own)
+    for g, partition in enumerate(partitions):
+        begin, end = indptr[g, 0], indptr[g, n]
+        own = indptr[g] - begin, indices[begin:end], weights[begin:end], strength[g]
+        _number(partition, *own, config, context, stop)
+        _weigh(partition, strength[g])
     return partitions
 
 
@@ -341,7 +356,7 @@ def partition_repaired(
     labels = seeded(
         graph, labels, seeds, gamma=kept.gamma, max_community_size=config.max_community_size, stop=stop
     )  # fmt: skip
-    return _gathered(graph, labels, first, kept.gamma, config)
+    return _gathered(graph, labels, first, kept.gamma, config, stop)
 
 
 def warm_up(config: CommunityConfig) -> None:
@@ -389,7 +404,7 @@ def _partition_one(graph, n, config, memory, key, initial, gamma, stop, backlog)
         _more_passes(*one, config, labels[None], stop, backlog)
     if plan.corrections and not (stop is not None and stop[0]):
         _remember(memory, key, gamma, graph.num_nodes, plan)
-    return _gathered(graph, labels, first, gamma, config)
+    return _gathered(graph, labels, first, gamma, config, stop)
 
 
 def _more_passes(indptr, indices, weights, strength, gammas, config, labels, stop, backlog) -> None:
@@ -406,7 +421,7 @@ def _more_passes(indptr, indices, weights, strength, gammas, config, labels, sto
             return
 
 
-def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, config: CommunityConfig) -> Partition:
+def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, config, stop) -> Partition:
     """The partition of positions ``0 .. first + num_nodes - 1`` that labels of the nodes give."""
     n = first + graph.num_nodes
     padded = np.zeros((1, n), np.int32)
@@ -420,9 +435,20 @@ def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, c
     )[0]  # fmt: skip
     strength = np.zeros(n)
     strength[first:] = graph.strength
+    indptr = np.concatenate([np.zeros(first, graph.indptr.dtype), graph.indptr])
+    _number(partition, indptr, graph.indices + np.int32(first), graph.weights, strength, config, n, stop)
     _weigh(partition, strength)
     partition.graph = graph
     return partition
+
+
+def _number(partition: Partition, indptr, indices, weights, strength, config, context: int, stop) -> None:
+    """Number communities by coarse ones where steps over ``context`` tokens score groups; CSR over all positions."""
+    if is_hierarchical(config) and context > config.mean_size * coarse_from(config):
+        number_by_coarse_level(
+            partition.labels, partition.start, partition.size, partition.member, indptr, indices, weights, strength,
+            gamma=partition.gamma, mean_size=GROUP, seed=config.seed, stop=stop_flag(stop),
+        )  # fmt: skip
 
 
 def _weigh(partition: Partition, strength: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from ckv_compile.lowering import (
     pick_edges,
     retrieve,
     route,
+    route_coarse,
     select_summaries,
     sparse_attention,
     sparse_attention_edges,
@@ -18,6 +19,6 @@ from ckv_compile.lowering import (
 )
 
 __all__ = [
-    "append_kv", "assign_tokens", "grouped_linear", "pick_edges", "retrieve", "route", "select_summaries",
-    "sparse_attention", "sparse_attention_edges", "topk_prefill",
+    "append_kv", "assign_tokens", "grouped_linear", "pick_edges", "retrieve", "route", "route_coarse",
+    "select_summaries", "sparse_attention", "sparse_attention_edges", "topk_prefill",
 ]  # fmt: skip

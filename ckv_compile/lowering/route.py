@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.config import RUN
+from ckv_compile.config import GROUP, RUN
 from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
@@ -45,13 +45,13 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
 def route(
     query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, start: Any, stored: Any,
     num_communities: Any, capacity: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float,
-    score: str, length: Any, slots: int,
+    score: str, length: Any, slots: int, visit: Any = None, visit_count: Any = None,
 ) -> list[Any]:  # fmt: skip
     device = query.get_device()
     if device.type != "cuda":
         return fallback_handler(_op)(
             query, centroid, centroid_scale, channel_scale, size, start, stored, num_communities, capacity, scores, layer,
-            num_graphs, num_kv_heads, scale, score, length, slots,
+            num_graphs, num_kv_heads, scale, score, length, slots, visit, visit_count,
         )  # fmt: skip
     batch, heads, queries, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 5, slots], torch.int32, device)
@@ -75,6 +75,9 @@ def route(
         )  # fmt: skip
         inputs += [*fixed(top), mass]
     inputs += [scores, shortlist]
+    if visit is not None:
+        inputs += fixed(visit, visit_count)
+        constants["LISTED"] = True
     return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
 
 
@@ -92,4 +95,5 @@ def constants_of(
         "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(8, next_power_of_2(rows)),
         "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
         "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
+        "LISTED": False, "GROUP": GROUP,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from ckv_compile.ops import (
     append_kv,
     assign_tokens,
+    coarse_centroids,
     community_centroids,
     encode_centroids,
     grouped_linear,
@@ -12,6 +13,7 @@ from ckv_compile.ops import (
     prefill_attention,
     retrieve,
     route,
+    route_coarse,
     select_summaries,
     select_tokens,
     sparse_attention,
@@ -23,6 +25,7 @@ from ckv_compile.ops import (
 __all__ = [
     "append_kv",
     "assign_tokens",
+    "coarse_centroids",
     "community_centroids",
     "encode_centroids",
     "grouped_linear",
@@ -32,6 +35,7 @@ __all__ = [
     "prefill_attention",
     "retrieve",
     "route",
+    "route_coarse",
     "select_summaries",
     "select_tokens",
     "sparse_attention",

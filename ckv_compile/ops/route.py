@@ -16,7 +16,15 @@ SCORES = ("max", "softmax", "recency", "random")
 
 
 def _check(
-    query: Tensor, centroid: Tensor, num_graphs: int, num_kv_heads: int, score: str, length: Tensor, slots: int
+    query: Tensor,
+    centroid: Tensor,
+    num_graphs: int,
+    num_kv_heads: int,
+    score: str,
+    length: Tensor,
+    slots: int,
+    visit: Tensor | None,
+    visit_count: Tensor | None,
 ) -> None:
     require(query.dim() == 4, "query", "be [batch, heads, tokens, head_dim]", tuple(query.shape))
     require(
@@ -30,6 +38,17 @@ def _check(
     require(centroid.dtype == torch.int8, "centroid", "be int8", centroid.dtype)
     require_length(length)
     require(slots >= PROGRAMS and slots & (slots - 1) == 0, "slots", f"be a power of 2 from {PROGRAMS} on", slots)
+    require((visit is None) == (visit_count is None), "visit_count", "be given with visit", type(visit_count).__name__)
+    if visit is not None and visit_count is not None:
+        lists = (query.shape[0], num_graphs)
+        require(score == "max", "score", "be 'max' where visit is given", repr(score))
+        require(
+            visit.dim() == 3 and visit.shape[:2] == lists,
+            "visit",
+            f"be [{lists[0]}, {lists[1]}, any]",
+            tuple(visit.shape),
+        )
+        require(visit_count.shape == lists, "visit_count", f"be {lists}", tuple(visit_count.shape))
 
 
 def _shortlist(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tensor]:
@@ -58,13 +77,15 @@ def _route(
     score: str,
     length: Tensor,
     slots: int,
+    visit: Tensor | None = None,
+    visit_count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from ckv_compile.reference.route import route
 
-    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots)
+    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots, visit, visit_count)
     route(
         query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
-        num_kv_heads, scale, score, length,
+        num_kv_heads, scale, score, length, visit, visit_count,
     )  # fmt: skip
     shortlist, left_out = _shortlist(query, num_graphs, slots)
     return shortlist.zero_(), left_out.fill_(torch.inf)  # nothing is listed
@@ -88,15 +109,18 @@ def _route_fake(
     score: str,
     length: Tensor,
     slots: int,
+    visit: Tensor | None = None,
+    visit_count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots)
+    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots, visit, visit_count)
     return _shortlist(query, num_graphs, slots)
 
 
 register_op(
     "route(Tensor query, Tensor centroid, Tensor centroid_scale, Tensor channel_scale, Tensor size, "
     "Tensor start, Tensor stored, Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, "
-    "int num_graphs, int num_kv_heads, float scale, str score, Tensor length, int slots) -> (Tensor, Tensor)",
+    "int num_graphs, int num_kv_heads, float scale, str score, Tensor length, int slots, Tensor? visit=None, "
+    "Tensor? visit_count=None) -> (Tensor, Tensor)",
     _route,
     _route_fake,
 )

@@ -45,10 +45,12 @@ class Policy:
         layer: int,
         backlog: Callable[[], int] | None,
         stop: np.ndarray,
+        context: int = 0,
     ) -> list[list[partitions.Partition]]:
         """Worker side: the groups ``[row][graph]`` of one block of ``block_input``. Pages, unless it says otherwise.
 
-        first: of each row, positions of the block before it are sinks or padding and in no group.
+        first: of each row, positions of the block before it are sinks or padding and in no group. context: tokens that
+        there are so far, of which the block is a part.
         """
         graphs, nodes = given.shape[1], given.shape[2]
         return [[partitions.contiguous_pages(nodes, row, PAGE)] * graphs for row in first]

@@ -38,10 +38,14 @@ class Communities(GroupPolicy):
         layer: int,
         backlog: Callable[[], int] | None,
         stop: np.ndarray,
+        context: int = 0,
     ) -> list[list[partitions.Partition]]:
-        return [
-            partitions.partition_keys_block(
-                given[row], first[row], config=config, memory=memory, layer=layer, stop=stop, backlog=backlog
-            )
-            for row in range(len(first))
-        ]
+        common = {
+            "config": config,
+            "memory": memory,
+            "layer": layer,
+            "stop": stop,
+            "backlog": backlog,
+            "context": context,
+        }
+        return [partitions.partition_keys_block(given[row], first[row], **common) for row in range(len(first))]

@@ -46,6 +46,7 @@ class Components(GroupPolicy):
         layer: int,
         backlog: Callable[[], int] | None,
         stop: np.ndarray,
+        context: int = 0,
     ) -> list[list[partitions.Partition]]:
         kappa = given.shape[-1] // 2
         near, cosine = given[..., :kappa].astype(np.int32), given[..., kappa:]

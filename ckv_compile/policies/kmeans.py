@@ -36,6 +36,7 @@ class KMeans(GroupPolicy):
         layer: int,
         backlog: Callable[[], int] | None,
         stop: np.ndarray,
+        context: int = 0,
     ) -> list[list[partitions.Partition]]:
         rows = []
         for row, begin in enumerate(first):

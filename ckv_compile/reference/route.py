@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ckv_compile.index_layout import GROUP
 from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
 
 
@@ -23,6 +24,8 @@ def route(
     scale: float,
     score: str,
     length: Tensor,
+    visit: Tensor | None = None,
+    visit_count: Tensor | None = None,
 ) -> None:
     """Fill ``scores``, flat float32 [B, G, C], with the score of each community for the queries from ``length`` on.
 
@@ -34,7 +37,8 @@ def route(
     score: "max" is the largest q . centroid * scale over the graph's heads and the Q queries, for which one retrieval
     serves, "softmax" the sum over both of the softmax over communities, "recency" the community's id, "random" a hash
     of (id, length, layer) in [0, 1).
-    Ids from ``num_communities`` on and empty communities get -inf.
+    Ids from ``num_communities`` on and empty communities get -inf. So do, where visit int32 [B, G, any] and visit_count
+    int32 [B, G] of ``route_coarse`` are given, communities of groups that are not listed there; a count of -1 lists all.
     """
     batch = query.shape[0]
     room = capacities(capacity)[0]
@@ -48,6 +52,8 @@ def route(
     ids = torch.arange(used, device=query.device)
     sizes = layer_state(size, layer, shape, "size")[..., :used]
     absent = (ids >= number[..., None]) | (sizes <= 0)
+    if visit is not None and visit_count is not None:
+        absent |= ~_visited(visit, visit_count, used)
     if score == "recency":
         values = ids.to(out.dtype).expand(batch, num_graphs, used)
     elif score == "random":
@@ -84,6 +90,15 @@ def _products(
     queries = query.to(accumulate_dtype(query.dtype)).reshape(*graphs, parts, -1, dim) * channels[:, :, :, None]
     products = queries @ codes.permute(0, 1, 3, 4, 2).to(queries.dtype)  # [B, G, parts, heads * Q, used]
     return (products * scales[:, :, None, None]).flatten(2, 3)
+
+
+def _visited(visit: Tensor, count: Tensor, used: int) -> Tensor:
+    """bool [B, G, used]: communities of the listed groups."""
+    groups = -(-used // GROUP)
+    listed = (torch.arange(visit.shape[2], device=visit.device) < count[..., None]) & (visit >= 0) & (visit < groups)
+    chosen = torch.zeros(*visit.shape[:2], groups + 1, dtype=torch.bool, device=visit.device)
+    chosen.scatter_(2, torch.where(listed, visit, groups).long(), True)
+    return (chosen[..., :groups] | (count < 0)[..., None]).repeat_interleave(GROUP, 2)[..., :used]
 
 
 def _hash(ids: Tensor, length: int, layer: int) -> Tensor:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckv_compile.config import GROUP
+from ckv_compile.index_layout import num_groups
 from ckv_compile.lowering.template_call import next_power_of_2
 from ckv_compile.rendered import cached_kernel
 from ckv_compile.runtime.index import scales_of
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 BLOCK = 1024  # entries that a program places
 PARTS = 32  # programs that add the squares of one graph
 COMMUNITIES = 4  # of one graph that a program encodes
+GROUPS = 16  # of one graph that a program makes a mean and spread of
 ROWS = 8  # members that are read together
 FIELDS = 8  # of an entry
 ONE_COPY_BYTES = 4 << 20  # up to here copying on the host is cheaper than many copies to the device
@@ -98,6 +101,29 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
     if len(offset_of) > 1:
         assert writes[0].value is not None, "an index that keeps mean values needs the values"
         means("means", writes[0].value, offset_of[1], index.mean_value, len(writes), parts)
+
+
+def write_groups(index: CommunityIndex, first: dict[int, int]) -> None:
+    """Mean and spread of groups (``ckv::coarse_centroids``), by layer those from that of community ``first`` on."""
+    shape = index.shape
+    entries = [(layer, low // GROUP, num_groups(index.used[layer]), index.used[layer]) for layer, low in first.items()]
+    table = pinned(np.array(entries, np.int64).reshape(-1), index.device).to(index.device, non_blocking=True)
+    most = max(high - low for _, low, high, _ in entries)
+    tensors = {
+        "ENTRIES": table, "CAPACITY": index.capacity, "CENTROID": index.centroid, "STORED": index.stored,
+        "CENTROID_SCALE": index.centroid_scale, "COARSE_SCALE": index.coarse_scale,
+    }  # fmt: skip
+    _kernel("coarse_centroids", **group_constants(shape))(
+        (max(1, -(-most // GROUPS)), shape.batch * shape.graphs, len(entries)), tensors, index.coarse
+    )
+
+
+def group_constants(shape: Any) -> dict[str, Any]:
+    width = shape.centroid_dim
+    return {
+        "GROUP": GROUP, "WIDTH": width, "BLOCK_D": next_power_of_2(width), "num_warps": 1 if width <= 256 else 4,
+        "num_stages": 1,
+    }  # fmt: skip
 
 
 def place_constants(labels: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ckv_compile.config import CommunityConfig
+from ckv_compile.config import GROUP, CommunityConfig
 from ckv_compile.index_layout import (
     EMPTY,
     NOMINAL_STATE,
@@ -20,6 +20,7 @@ from ckv_compile.index_layout import (
     POLICY_STATE,
     IndexShape,
     assigns_tokens,
+    num_groups,
     state_dtypes,
 )
 from ckv_compile.reference.encode_centroids import decode_centroids
@@ -52,6 +53,7 @@ class CommunityIndex:
         self.together = device.type == "cuda"  # what is published is written by ``flush``, in a few launches
         self._writes: list[BlockWrite] = []
         self._counted: set[int] = set()  # layers whose counters ``flush`` sets
+        self._ungrouped: dict[int, int] = {}  # layers whose groups ``flush`` makes, from that of this community on
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
@@ -76,8 +78,9 @@ class CommunityIndex:
 
     def clear(self) -> None:
         """Forget every community: all layers decode densely."""
-        for name in ("n_indexed", "num_communities", "tally"):
-            self.buffers[name].zero_()
+        for name in ("n_indexed", "num_communities", "num_grouped", "tally"):
+            if name in self.buffers:
+                self.buffers[name].zero_()
         self._forget_observed(0)
         self.begin_log(0)
         self.used = [0] * self.shape.layers
@@ -120,7 +123,7 @@ class CommunityIndex:
         tokens = self.marks[layer][-1][0] if self.marks[layer] else 0
         used = self.used[layer]
         self.n_indexed[layer].fill_(tokens)
-        self.num_communities[layer].fill_(used)
+        self.count_communities(layer, used)
         self.size[layer, :, :, :used].copy_(self.stored[layer, :, :, :used])
 
     def grown(self, shape: IndexShape) -> CommunityIndex:
@@ -131,6 +134,10 @@ class CommunityIndex:
                 larger.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
         larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
         larger.log_starts = list(self.log_starts)
+        if shape.groups and not self.shape.groups:
+            for layer, used in enumerate(self.used):
+                larger.group_communities(layer)
+                larger.num_grouped[layer].fill_(used)
         return larger
 
     def append_block(
@@ -149,6 +156,7 @@ class CommunityIndex:
         self._write(layer, at, start, block, key, value, anew=at == 0)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
+        self._group(layer, at)
         self._count(layer)
 
     def replace(
@@ -160,6 +168,7 @@ class CommunityIndex:
         self._write(layer, 0, 0, block, key, value, anew=True)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
+        self._group(layer, 0)
         self._count(layer)
 
     def join_blocks(
@@ -192,17 +201,21 @@ class CommunityIndex:
         self.used[layer] = used + moved
         later = [(tokens, communities + moved) for tokens, communities in marks[high:]]
         self.marks[layer] = [*marks[:low], (stop, upto), *later]
+        self._group(layer, at)
         self.flush()
-        self.num_communities[layer].fill_(used + moved)
+        self.count_communities(layer, used + moved)
 
     def flush(self) -> None:
         """Write what was published since; steps read it from here on. For the caller's thread, between steps."""
         (writes, self._writes), (counted, self._counted) = (self._writes, []), (self._counted, set())
+        ungrouped, self._ungrouped = self._ungrouped, {}
         if not writes:
             return
-        from ckv_compile.runtime.block_writes import write_blocks
+        from ckv_compile.runtime.block_writes import write_blocks, write_groups
 
         write_blocks(self, writes)
+        if ungrouped:
+            write_groups(self, ungrouped)
         if "label" in self.buffers:
             self._add_weights(writes)
         if not counted:
@@ -211,6 +224,8 @@ class CommunityIndex:
         layer_of, used, stop = to_device(np.array(shown, np.int64).T.copy(), self.device)
         put = functools.partial(_put_rows, layers=layer_of)
         put(self.num_communities, used)
+        if self.shape.groups:
+            put(self.num_grouped, used)
         put(self.n_indexed, stop)
         if assigns_tokens(self.config):
             put(self.log_first, stop)
@@ -242,10 +257,43 @@ class CommunityIndex:
             self._counted.add(layer)
             return
         stop, used = self.marks[layer][-1]
-        self.num_communities[layer].fill_(used)
+        self.count_communities(layer, used)
         self.n_indexed[layer].fill_(stop)
         if assigns_tokens(self.config):
             self.begin_log(stop, layer)
+
+    def count_communities(self, layer: int, used: int) -> None:
+        """A layer has so many communities, all of them in groups if these are kept."""
+        self.num_communities[layer].fill_(used)
+        if self.shape.groups:
+            self.num_grouped[layer].fill_(used)
+
+    def _group(self, layer: int, first: int) -> None:
+        """Groups of a layer's communities from ``first`` on changed; left to ``flush`` if that writes."""
+        if not self.shape.groups:
+            return
+        if self.together:
+            self._ungrouped[layer] = min(first, self._ungrouped.get(layer, first))
+        else:
+            self.group_communities(layer, first)
+
+    def group_communities(self, layer: int, first: int = 0) -> None:
+        """Mean and spread (``ckv::coarse_centroids``) of the groups that have one of the communities from ``first`` on."""
+        low, used = first // GROUP, self.used[layer]
+        high = num_groups(used)
+        end = min(high * GROUP, self.shape.communities)
+        size = self.stored[layer, :, :, low * GROUP : end].clone()
+        size[:, :, max(0, used - low * GROUP) :] = 0
+        missing = high * GROUP - end
+        centroid, scale = (
+            self.buffers[name][layer, :, :, low * GROUP : end] for name in ("centroid", "centroid_scale")
+        )
+        if missing:
+            pad = torch.nn.functional.pad
+            size, scale, centroid = pad(size, (0, missing)), pad(scale, (0, missing)), pad(centroid, (0, 0, 0, missing))
+        code, steps = torch.ops.ckv.coarse_centroids(centroid, scale, size)
+        self.coarse[layer, :, :, low:high].copy_(code)
+        self.coarse_scale[layer, :, :, low:high].copy_(steps)
 
     def _write(
         self,

@@ -103,10 +103,13 @@ def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config,
 
 
 def partition_block(
-    given: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, *, stop
+    given: np.ndarray, first: list[int], config, memory, layer: int, backlog=None, context: int = 0, *, stop
 ) -> list[list]:
-    """Worker side of an index in blocks: the groups that the policy makes of what it asked for, of one block."""
-    return policy_of(config.policy).partition(given, first, config, memory, layer, backlog, stop)
+    """Worker side of an index in blocks: the groups that the policy makes of what it asked for, of one block.
+
+    context: tokens that there are so far, of which the block is a part.
+    """
+    return policy_of(config.policy).partition(given, first, config, memory, layer, backlog, stop, context)
 
 
 def partition_whole(

@@ -348,7 +348,7 @@ class Sequence:
                 first = [max(0, row + self.config.num_sink_tokens - begin) for row in self.first]
                 self._submit(
                     layer, begin, end, jobs.partition_block, neighbors.part(2, begin - start, end - start), first,
-                    self.config, self.memory, layer,
+                    self.config, self.memory, layer, None, upto,
                 )  # fmt: skip
 
     def offer_joined(self, layer: int) -> None:
@@ -366,7 +366,7 @@ class Sequence:
         first = [max(0, row + config.num_sink_tokens - start) for row in self.first]
         self._submit(
             layer, start, stop, jobs.partition_block, neighbors, first, config, self.memory, layer, self._backlog(),
-            joins=True,
+            self.length, joins=True,
         )  # fmt: skip
 
     def _offer_whole(self, layer: int, *, warm: bool) -> None:

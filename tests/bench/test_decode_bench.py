@@ -179,3 +179,30 @@ def test_fewer_layers_claim_nothing_but_that_a_million_tokens_run():
 def test_claims_of_other_models_end_in_their_name():
     rows = [row("step", "dense", 9, model="qwen3-4b"), row("step", "ours", 3, model="qwen3-4b")]
     assert decode_step.claims_of(rows)["decode_step_speedup_128k_qwen3-4b"] == 3.0
+
+
+def test_groups_save_bytes_of_long_contexts_only():
+    args = sparse_decode.arguments_of(["--count", "--hierarchy", "off", "auto", "--mean-sizes", "8"])
+    rows = sparse_decode.count_rows(sparse_decode.Sizes(), args)
+    route = {(row["context"], row["hierarchy"]): row["route_bytes"] for row in rows}
+    for context in (65_536, 131_072):
+        assert route[context, "auto"] == route[context, "off"] == 8 * (context // 8) * (128 + 4 + 4)
+    # A group has a mean and a spread of 128 channels, two scales and eight scores; sqrt(16384 * 512) / 2 groups of those
+    # are looked into, 23 of each of 64 parts.
+    assert route[2**20, "auto"] == 8 * (16_384 * (2 * 132 + 8 + 32) + 64 * 23 * 8 * 136)
+    assert route[2**20, "off"] > 2.5 * route[2**20, "auto"]
+    claims = sparse_decode.claims_of(rows)
+    assert claims.keys() == {"bytes_growth_mean8", "bytes_growth_flat_mean8"}
+    assert claims["bytes_growth_mean8"] < 0.5 < claims["bytes_growth_flat_mean8"]
+
+
+@pytest.mark.parametrize("hierarchy", ["off", "on"])
+def test_a_step_with_groups_runs_on_every_layer(restored, tmp_path, hierarchy):
+    arguments = ["--small", "--device", "cpu", "--interpret", "--scores", "max", "--no-stages", "--assign", "off"]
+    sparse_decode.main([*arguments, "--mean-sizes", "4", "--hierarchy", hierarchy, "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    (counted, _) = (row for row in rows if row["kind"] == "count")
+    assert (counted["scored_groups"] > 0) == (hierarchy == "on")
+    assert not [row for row in rows if "error" in row]
+    assert {row["hierarchy"] for row in rows if row["kind"] == "speed"} == {hierarchy}

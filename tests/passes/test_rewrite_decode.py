@@ -51,7 +51,9 @@ def decode_text(cache: str, graph: str, **options) -> str:
     """The same text for every layer of every family: they differ outside of attention only."""
     texts = {}
     for family in FULL_ATTENTION_FAMILIES:
-        result = rewritten(turns(family, cache)[DECODE], CommunityConfig(graph=graph, **EXACT, **options))
+        result = rewritten(
+            turns(family, cache)[DECODE], CommunityConfig(**{"graph": graph, "hierarchy": "off", **EXACT, **options})
+        )
         for layer in range(len(result.sites)):
             texts.setdefault(rewritten_text(result, layer), []).append(f"layer {layer} of {family}")
     assert len(texts) == 1, f"these differ: {'; '.join(', '.join(names) for names in texts.values())}"
@@ -111,6 +113,35 @@ select_summaries(ckv_scores, ckv_size, ckv_num_communities, ckv_n_indexed, ckv_c
 sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
     ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2,
     select_summaries, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_mean_value) -> model
+ckv_length.add_(1)""",
+    )
+
+
+def test_decode_that_may_score_groups_of_communities_first():
+    assert_expected_inline(
+        decode_text("dynamic", "keys", hierarchy="auto"),
+        """\
+decode, dynamic cache; past K and V are not inputs, K and V are not outputs
+ckv_key_L float32 [2, 2, 128, 16]; ckv_value_L float32 [2, 2, 128, 16]; ckv_length int32 [1]; ckv_first int32
+    [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_communities int32 [1]; ckv_centroid int8
+    [1]; ckv_centroid_scale float32 [1]; ckv_channel_scale float32 [1]; ckv_start int32 [1]; ckv_stored int32
+    [1]; ckv_size int32 [1]; ckv_member int32 [1]; ckv_log_community int32 [1]; ckv_log_first int32 [1];
+    ckv_scores float32 [1]; ckv_tally int64 [1]; ckv_num_grouped int32 [1]; ckv_coarse int8 [1];
+    ckv_coarse_scale float32 [1]; ckv_coarse_scores float32 [1]
+ckv_length.to(torch.int64) -> model
+append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+route_coarse(query, ckv_coarse, ckv_coarse_scale, ckv_channel_scale, ckv_num_grouped, ckv_num_communities,
+    ckv_capacity_L, ckv_coarse_scores, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, least=8,
+    start=256, slots=64) -> [0] -> route, [1] -> route
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
+    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
+    slots=2048, route_coarse[0], route_coarse[1]) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
+    sparse_attention, [1] -> sparse_attention
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
 ckv_length.add_(1)""",
     )
 
@@ -294,7 +325,7 @@ def test_a_mask_that_generate_makes_beforehand_leaves_the_graph():
     captured = capture_generate(
         tiny_model("llama", num_hidden_layers=1), prompt(padded=True), cache="static", new_tokens=2
     )[-1]
-    result = rewritten(captured, CommunityConfig(**EXACT))
+    result = rewritten(captured, CommunityConfig(hierarchy="off", **EXACT))
     assert rewritten_text(result, 0) == decode_text("static", "keys")
     assert result.plan.mask not in result.plan.keep
     assert captured.inputs[result.plan.mask].shape == (2, 1, 1, 10)
@@ -401,7 +432,9 @@ def test_a_step_of_several_tokens_equals_the_graph_before(family, cache, options
 
 
 def test_a_step_of_several_tokens_is_a_decode_graph():
-    result = rewritten(turns("qwen2", "dynamic", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    result = rewritten(
+        turns("qwen2", "dynamic", LENGTHS)[SEVERAL], CommunityConfig(hierarchy="off", **EXACT), several=True
+    )
     assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
     assert_expected_inline(
         rewritten_text(result, 0),
@@ -428,7 +461,9 @@ ckv_length.add_(4)""",
 
 
 def test_a_step_of_several_tokens_on_a_static_cache_reads_the_first_position():
-    result = rewritten(turns("qwen2", "static", LENGTHS)[SEVERAL], CommunityConfig(**EXACT), several=True)
+    result = rewritten(
+        turns("qwen2", "static", LENGTHS)[SEVERAL], CommunityConfig(hierarchy="off", **EXACT), several=True
+    )
     assert (result.plan.phase, result.plan.symbolic) == ("decode", [])
     assert_expected_inline(
         rewritten_text(result, 0),

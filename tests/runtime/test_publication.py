@@ -112,6 +112,8 @@ CONFIGS = {
     "attention": {"graph": "attention"},
     "attention by head": {"graph": "attention", "graph_aggregation": "head", "centroid_budget": 4},
     "mixed": {"graph": "mixed"},
+    "keys in groups": {"hierarchy": "on", "budget": 24, "recent_window": 8},
+    "attention in groups": {"hierarchy": "on", "budget": 24, "recent_window": 8, "graph": "attention"},
 }
 
 
@@ -136,18 +138,20 @@ def test_kernels_publish_what_the_host_publishes(options):
     assert ours.index.used == theirs.index.used
     assert ours.index.marks == theirs.index.marks
     assert not ours.in_blocks or [stop for stop, _ in ours.index.marks[0]] == [64, 128]
+    assert (ours.shape.groups > 0) == ("hierarchy" in options)
     assert ours.index.log_starts == theirs.index.log_starts
     codes, ours_scale, their_scale = {}, ours.index.centroid_scale, theirs.index.centroid_scale
     for name, buffer in ours.index.buffers.items():
         other = theirs.index.buffers[name]
-        if name == "centroid":
+        if name in ("centroid", "coarse"):
             codes[name] = (buffer.int() - other.int()).abs()
         elif buffer.is_floating_point():
             torch.testing.assert_close(buffer, other, rtol=1e-5, atol=1e-6, msg=name)
         else:
             assert torch.equal(buffer, other), name
-    assert codes["centroid"].max() <= 1
-    assert codes["centroid"].double().mean() < 1e-3
+    for name, code in codes.items():
+        assert code.max() <= 1, name
+        assert code.double().mean() < 1e-3, name
     torch.testing.assert_close(ours_scale, their_scale, rtol=1e-5, atol=1e-7)
 
 
@@ -187,7 +191,7 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [CONFIGS[name] for name in ("keys", "attention")], ids=str)
+@pytest.mark.parametrize("options", [CONFIGS[name] for name in ("keys", "attention", "keys in groups")], ids=str)
 def test_a_publication_of_all_layers_is_some_twenty_launches(monkeypatch, options):
     original, counts = CommunityIndex.flush, []
 

@@ -51,8 +51,8 @@ def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     print(text)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert {kernel["kernel"] for kernel in found} >= {
-        "route", "retrieve", "sparse_attention", "merge_splits", "edges", "pick_edges", "select_summaries",
-        "attend_summaries",
+        "route", "route_coarse", "coarse_centroids", "retrieve", "sparse_attention", "merge_splits", "edges",
+        "pick_edges", "select_summaries", "attend_summaries",
     }  # fmt: skip
     assert {kernel["kernel"] for kernel in found} >= {"topk_prefill", "topk_neighbors", "topk_repair", "key_neighbors"}
     assert [kernel for kernel in found if kernel["spilled"]] == []
@@ -67,7 +67,8 @@ POINTERS = {
     "TOP": "fp32", "MASS": "fp32", "TOTAL": "fp32", "TALLY": "i64", "CANDIDATE_REST": "i64", "REST": "i64",
     "CANDIDATE_SCORE": "fp32", "SCORE": "fp32", "NORM": "fp32", "WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32",
     "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32", "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32",
-    "INCREMENT": "fp32", "SUMS": "fp32", "INVERSE": "fp32", "OFFSET": "i64",
+    "INCREMENT": "fp32", "SUMS": "fp32", "INVERSE": "fp32", "OFFSET": "i64", "COARSE": "i8", "COARSE_SCALE": "fp32",
+    "COARSE_SCORES": "fp32",
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OF_THE_CACHE = {
@@ -123,6 +124,7 @@ def kernels(architecture):
         pick_edges,
         retrieve,
         route,
+        route_coarse,
         select_summaries,
         sparse_attention,
         topk_prefill,
@@ -136,6 +138,10 @@ def kernels(architecture):
         if score == "softmax":
             yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
         yield label, "route", [], constants, "fp32", dtype
+        if score == "max":
+            yield f"listed {label}", "route", [], {**constants, "LISTED": True}, "fp32", dtype
+            groups = route_coarse.constants_of(1, heads, dim, graphs, kv_heads, 0.1, 512, 16384, 2048, queries)
+            yield label, "route_coarse", [], groups | route_coarse.configs(groups)[0], "i32", dtype
 
     def attended(dim, dtype, heads=32, kv_heads=8, queries=1, source=None, kappa=8):
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -236,6 +242,7 @@ def kernels(architecture):
         for use, output in (("squares", "fp32"), ("codes", "i8"), ("means", dtype)):
             constants = block_writes.means_constants(shape, use, aligned=True)
             yield f"{use} D={dim} {dtype} graphs={graphs}", "community_means", [], constants, output, dtype
+        yield f"D={dim} graphs={graphs}", "coarse_centroids", [], block_writes.group_constants(shape), "i8", dtype
 
     for labels in (False, True):
         yield f"labels={labels}", "place_communities", [], {**block_writes.place_constants(labels)}, "i32", "bf16"

@@ -24,7 +24,8 @@ DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that this template has and none after it
     "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
-    "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries", "VALUE": "sparse_attention",
+    "COARSE": "route_coarse", "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries",
+    "VALUE": "sparse_attention",
     "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
@@ -60,6 +61,7 @@ def to_cuda(argument):
 @functools.cache
 def decode_step(cache: str, lengths: tuple[int, ...] = ONE, **options) -> tuple[list[str], str]:
     """(names of the graph's inputs, code) of a decode step of two layers of Llama on a GPU."""
+    options = {"hierarchy": "off", **options}
     config = CommunityConfig(min_context=0, workers=0, num_sink_tokens=1, recent_window=2, budget=64, **options)
     gm = rewritten(
         captured_turns("llama", cache, False, lengths, num_hidden_layers=LAYERS)[DECODE], config, several=True
@@ -149,6 +151,26 @@ route 64x4x1 centroid centroid_scale channel_scale size start stored num_communi
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
 merge_splits 8x1x1""",
+    )
+
+
+def test_groups_of_communities_have_a_kernel_more():
+    assert_expected_inline(
+        launches(*decode_step("dynamic", hierarchy="auto")),
+        """\
+append_kv 4x1x1 length key_0 value_0
+route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_0 coarse_scores scores
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
+sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
+merge_splits 8x1x1
+append_kv 4x1x1 length key_1 value_1
+route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_1 coarse_scores scores
+route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
+sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
+merge_splits 8x1x1
+fused length!""",
     )
 
 
@@ -356,8 +378,15 @@ fused length!""",
 
 @pytest.mark.parametrize(
     ("lengths", "options"),
-    [(ONE, {}), (SEVERAL, {}), (ONE, {"append": "assign"}), (ONE, {"graph": "attention"})],
-    ids=["one", "several", "assign", "attention"],
+    [
+        (ONE, {}),
+        (SEVERAL, {}),
+        (ONE, {"append": "assign"}),
+        (ONE, {"graph": "attention"}),
+        (ONE, {"hierarchy": "auto"}),
+        (SEVERAL, {"hierarchy": "on"}),
+    ],
+    ids=["one", "several", "assign", "attention", "groups", "groups several"],
 )
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_nothing_is_copied_and_no_size_is_symbolic(cache, lengths, options):
