@@ -133,9 +133,9 @@ append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
 route_coarse(query, ckv_coarse, ckv_coarse_scale, ckv_channel_scale, ckv_num_grouped, ckv_num_communities,
     ckv_capacity_L, ckv_coarse_scores, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, least=8,
     start=256, slots=64) -> [0] -> route, [1] -> route
-route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_num_communities,
-    ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25, score='max', ckv_length,
-    slots=2048, route_coarse[0], route_coarse[1]) -> [0] -> retrieve, [1] -> retrieve
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048, route_coarse[0], route_coarse[1]) -> [0] -> retrieve, [1] -> retrieve
 retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
     ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
     layer=L, batch=2, num_graphs=2, budget=64, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
