@@ -160,13 +160,13 @@ def test_groups_of_communities_have_a_kernel_more():
         """\
 append_kv 4x1x1 length key_0 value_0
 route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_0 coarse_scores scores
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
 append_kv 4x1x1 length key_1 value_1
 route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_1 coarse_scores scores
-route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
