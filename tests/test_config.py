@@ -42,6 +42,12 @@ def test_options_are_frozen():
             ValueError,
             r"budget.*num_sink_tokens \+ recent_window \+ 1 \+ centroid_budget \(139\), got 138; raise options\['budget'\]",
         ),
+        (
+            {"hierarchy": "on", "score": "softmax"},
+            ValueError,
+            r"'hierarchy'\] = 'on' needs score='max' and policy='communities', got score='softmax' and policy='communities'",
+        ),
+        ({"hierarchy": True}, ValueError, r"'hierarchy'\] must be one of 'auto', 'on', 'off', got True"),
         ({"buget": 256}, ValueError, r"unknown option 'buget'.*did you mean 'budget'"),
         ({"partition_timeout": -1}, ValueError, r"partition_timeout.*got -1"),
     ],

@@ -32,3 +32,15 @@ def test_an_index_of_a_long_context_takes_a_small_part_of_its_cache(options, mos
     parts = sorted(((buffer.nbytes / cache, name) for name, buffer in index.buffers.items()), reverse=True)
     print(f"{options}: {index.nbytes() / 2**20:.0f} MiB, {index.nbytes() / cache:.4f} of K and V,", parts[:6])
     assert index.nbytes() / cache < most
+
+
+@pytest.mark.parametrize(("tokens", "grouped", "most"), [(TOKENS, False, 0.09), (2 * TOKENS, True, 0.105)])
+def test_groups_of_communities_take_a_quarter_of_the_centroids_where_they_are_kept(tokens, grouped, most):
+    config = CommunityConfig()
+    geometry = AttentionGeometry(36, 32, 8, 128, torch.bfloat16, torch.device("meta"))
+    index = CommunityIndex(IndexShape.for_cache(config, geometry, 1, tokens), config, geometry.dtype, geometry.device)
+    cache = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * tokens * geometry.dtype.itemsize
+    groups = sum(index.buffers[name].nbytes for name in ("num_grouped", "coarse", "coarse_scale", "coarse_scores"))
+    print(f"{tokens} tokens: {index.nbytes() / cache:.4f} of K and V, {groups / cache:.4f} of it groups")
+    assert index.nbytes() / cache < most
+    assert (groups / index.centroid.nbytes < 0.27) if grouped else (groups < 100_000)

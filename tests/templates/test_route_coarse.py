@@ -106,7 +106,7 @@ def test_without_groups_everything_is_left_alone(device):
     query, index = case(device, (4, 2), 2)
     index.num_grouped[LAYER, 0, 0] = 0
     _, count, _ = check(query, index, (4, 2), 2)
-    assert count.tolist() == [[-1, 64]]
+    assert count.tolist() == [[-1, 6]]
 
 
 def test_more_groups_than_are_compared_at_a_time(device):
