@@ -198,7 +198,7 @@ def answers_of(model: nn.Module, batch: Batch, inner=None) -> tuple[Tensor, Tens
 
     inner: ``model.model``, compiled, if it is to be called in its place.
     """
-    hidden = (inner or model.model)(batch.tokens, use_cache=False).last_hidden_state
+    hidden = (model.model if inner is None else inner)(batch.tokens, use_cache=False).last_hidden_state
     asked = batch.answers[:, 1:]
     return model.lm_head(hidden[:, :-1][asked]), batch.tokens[:, 1:][asked]
 

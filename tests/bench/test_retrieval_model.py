@@ -220,3 +220,16 @@ def test_an_error_after_some_steps_keeps_the_weights(monkeypatch):
 def test_unknown_families_are_named():
     with pytest.raises(ValueError, match="family must be one of llama, gpt_oss, got 'bert'"):
         retrieval_model.configuration("bert", TINY)
+
+
+def test_a_compiled_inner_model_is_called_in_the_place_of_its_own():
+    model = retrieval_model.new_model("llama", TINY, seed=0)
+    batch = batch_of("lookup", Drawing(0, "cpu"), 2, 64)
+    graphs = []
+    inner = torch.compile(model.model, backend=lambda gm, inputs: graphs.append(gm) or gm.forward, dynamic=True)
+    with torch.no_grad():
+        logits, target = retrieval_model.answers_of(model, batch, inner)
+        expected, same = retrieval_model.answers_of(model, batch)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(target, same)
+    assert graphs, "the compiled module was not called"
