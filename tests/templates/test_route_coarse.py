@@ -13,7 +13,7 @@ from ckv_compile.testing import group_index, random_index
 
 LAYER, SCALE, LENGTH = 1, 0.3, 50
 STATE = ("coarse", "coarse_scale", "channel_scale", "num_grouped", "num_communities")
-FINE = ("centroid", "centroid_scale", "channel_scale", "size", "num_communities")
+FINE = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
 SMALL = {"PROGRAMS": 2, "BLOCK_K": 16, "CHUNK": 16}
 
 
@@ -179,7 +179,7 @@ def test_listed_communities_get_the_scores_they_would_have_anyway(device, commun
         assert torch.equal(got[own], whole.scores[at][:communities].cpu()[own])
         assert got[~own].eq(-torch.inf).all()
         assert torch.equal(got > -torch.inf, exact.scores[at][:communities].cpu() > -torch.inf)
-        bits, ident, size = shortlist[at].cpu()
+        bits, ident, size, _, _ = shortlist[at].cpu()
         found = ident[size > 0].long()
         assert len(found.unique()) == len(found)
         assert torch.equal(bits[size > 0].view(torch.float32), got[found])
@@ -188,12 +188,13 @@ def test_listed_communities_get_the_scores_they_would_have_anyway(device, commun
         assert left_out[at].max() == got[rest].max()
 
 
-def test_without_a_list_everything_is_as_it_was(device):
+@pytest.mark.parametrize("run", [1, 8])
+def test_without_a_list_everything_is_as_it_was(device, run):
     query, index = case(device, (4, 2), 2, 333)
     visit = rendered.route_coarse(query, index, LAYER, 2, 2, SCALE, 2, 333, PROGRAMS, **SMALL)
     assert visit[1].eq(-1).all()
     plain = index.clone()
-    want, got = routed(query, plain, 2, 2, QUOTA=16), routed(query, index, 2, 2, visit, QUOTA=16)
+    want, got = (routed(query, one, 2, 2, listed, QUOTA=16, RUN=run) for one, listed in ((plain, None), (index, visit)))
     sizes = want[0][:, :, 2] > 0
     assert torch.equal(sizes, got[0][:, :, 2] > 0)
     assert torch.equal(want[0].movedim(2, 3)[sizes], got[0].movedim(2, 3)[sizes])
