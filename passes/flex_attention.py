@@ -10,10 +10,11 @@ import sympy
 import torch
 from torch import fx
 
-from ckv_compile.passes.attention_call import AttentionCall, BlockLists, FlexMask
-from ckv_compile.passes.graph_edit import has_effect, output_node, placeholders
+from ckv_compile.passes.attention_call import AttentionCall, BlockLists, FlexMask, require_unwritten
+from ckv_compile.passes.graph_edit import output_node, placeholders
 from ckv_compile.passes.index_expressions import IndexedTensor, IndexExpressions, is_tensor, target_name
 from ckv_compile.passes.kv_sources import RefusedError
+from ckv_compile.passes.learned_sinks import is_used, renormalized
 
 _SCALARS = 4  # of a mask: batch, head, query, key
 
@@ -32,15 +33,15 @@ def flex_call(gm: fx.GraphModule, node: fx.Node) -> AttentionCall:
         changes = {target_name(inner) for inner in scores.nodes}
         what = "logit softcapping (tanh of the scores)" if "tanh" in changes else "scores changed by a score_mod"
         raise RefusedError(f"flex_attention with {what}, which the operators do not compute")
-    outputs = [user for user in node.users if _is_used(user)]
-    if any(target_name(user) != "getitem" or user.args[1] != 0 for user in outputs):
-        raise RefusedError(
-            "the logsumexp of flex_attention is read too (learned sinks that scale its output, or a loss)"
-        )
-    if len(outputs) != 1:
-        raise RefusedError(f"the output of flex_attention is taken {len(outputs)} times")
+    out, logsumexp = _outputs(node)
+    if out is None:
+        raise RefusedError("flex_attention whose output nobody reads")
+    sinks = None
+    if logsumexp is not None:
+        out, sinks = renormalized(node, out, logsumexp, query)
+        require_unwritten(node, out, [query, key, value, sinks])
     return AttentionCall(
-        node=outputs[0],
+        node=out,
         query=query,
         key=key,
         value=value,
@@ -48,6 +49,7 @@ def flex_call(gm: fx.GraphModule, node: fx.Node) -> AttentionCall:
         value_reader=node,
         scale=scale,
         enable_gqa=True,  # the operator itself reads KV heads in groups
+        sink_logits=sinks,
         flex_mask=FlexMask(_graph_of(gm, block_mask[-1]), tuple(buffers), _block_lists(block_mask)),
     )
 
@@ -65,9 +67,18 @@ def _output_of(graph: fx.Graph) -> object:
     return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
 
 
-def _is_used(node: fx.Node) -> bool:
-    """Whether the outer graph needs a node: dynamo leaves unused outputs and what was made of them where they are."""
-    return has_effect(node) or any(user.op == "output" or _is_used(user) for user in node.users)
+def _outputs(flex: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(output, logsumexp), each None if nobody reads it."""
+    results: dict[object, fx.Node] = {}
+    for user in flex.users:
+        if not is_used(user):
+            continue
+        if target_name(user) != "getitem" or user.args[1] not in (0, 1):
+            raise RefusedError("more than the output and the logsumexp of flex_attention is read")
+        if user.args[1] in results:
+            raise RefusedError("the output or the logsumexp of flex_attention is taken more than once")
+        results[user.args[1]] = user
+    return results.get(0), results.get(1)
 
 
 def _block_lists(block_mask: tuple) -> BlockLists:

@@ -1,7 +1,12 @@
-"""Models with attn_implementation="flex_attention": sparse steps over a dynamic cache, and block lists that are read."""
+"""Models with attn_implementation="flex_attention": sparse steps over both caches, and block lists that are read."""
 
+import inspect
+
+import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers.integrations import flex_attention as integration
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ckv_compile
 from ckv_compile.runtime.runner import OTHER_BLOCKS
@@ -10,19 +15,42 @@ from ckv_compile.testing import prompt, tiny_model
 EXACT = {"min_context": 0, "workers": 0}
 
 
+def greedy(model, inputs, **kwargs):
+    return model.generate(**inputs, max_new_tokens=4, do_sample=False, **kwargs)
+
+
+@pytest.fixture
+def logsumexp_on_cpu(monkeypatch):
+    """transformers' own function, which asks for no logsumexp and refuses learned sinks on a CPU, as if on a GPU."""
+    source, on_gpu = inspect.getsource(integration.flex_attention_forward), 'query.device.type != "cpu"'
+    assert source.count(on_gpu) == 1
+    namespace = dict(vars(integration))
+    exec(source.replace(on_gpu, "True"), namespace)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", namespace["flex_attention_forward"])
+
+
 def test_greedy_tokens_equal_eager(interpreted):
     model, inputs = tiny_model("llama", num_hidden_layers=1), prompt(tokens=30, padded=True)
-
-    def greedy(callee):
-        return callee.generate(**inputs, max_new_tokens=4, do_sample=False)
-
-    expected = greedy(model)
+    expected = greedy(model, inputs)
     model.set_attn_implementation("flex_attention")
     module = torch.compile(model, backend="communitykv", options=EXACT)
-    assert torch.equal(greedy(module), expected)
+    assert torch.equal(greedy(module, inputs), expected)
     explanation = ckv_compile.explain(module, show=False)
     assert explanation.decode_steps == explanation.sparse_steps == 3, str(explanation)
     assert not explanation.refused
+
+
+def test_learned_sinks_beside_a_sliding_layer(interpreted, logsumexp_on_cpu):
+    model, inputs = tiny_model("gpt_oss", "eager"), prompt(tokens=30, padded=True)
+    expected = greedy(model, inputs)
+    model.set_attn_implementation("flex_attention")
+    module = torch.compile(model, backend="communitykv", options=EXACT)
+    assert torch.equal(greedy(module, inputs), expected)
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.decode_steps == explanation.sparse_steps == 3, str(explanation)
+    assert explanation.prefills == 1
+    (reasons,) = explanation.refused.values()
+    assert all("sliding window" in reason for reason in reasons), str(explanation)
 
 
 class Step(torch.nn.Module):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.match_attention import AttentionSite, Cache, find_sites
-from ckv_compile.testing import capture_call
+from ckv_compile.testing import RewrittenCache, capture_call, rewritten, rewritten_text
 
 HEADS, KV_HEADS, DIM, PAST = 4, 2, 16, 6
 
@@ -96,6 +100,140 @@ def with_logsumexp(query, key, value, past_key, past_value, block_mask, read: bo
 def test_a_logsumexp_matters_only_if_it_is_read():
     assert isinstance(examine(function=with_logsumexp, read=False), AttentionSite)
     assert "logsumexp" in examine(function=with_logsumexp, read=True)
+
+
+class Sinks:
+    """Learned sinks as transformers adds them to flex_attention; its pieces can be replaced one at a time."""
+
+    dtype = torch.float32
+
+    def lse(self, lse: Tensor, value: Tensor) -> Tensor:
+        return lse.to(value.dtype)
+
+    def column(self, sinks: Tensor, out: Tensor) -> Tensor:
+        return sinks.view(1, -1, 1, 1).expand(*out.shape[:3], 1)
+
+    def joined(self, lse: Tensor, column: Tensor) -> Tensor:
+        return torch.logsumexp(torch.cat([lse, column], dim=-1), dim=-1, keepdim=True)
+
+    def factor(self, lse: Tensor, joined: Tensor) -> Tensor:
+        return torch.exp(lse - joined)
+
+    def scaled(self, out: Tensor, factor: Tensor) -> Tensor:
+        return out * factor
+
+    def __call__(self, query, key, value, past_key, past_value, block_mask, sinks) -> tuple[Tensor, ...]:
+        keys, values = torch.cat([past_key, key], -2), torch.cat([past_value, value], -2)
+        options = {"block_mask": block_mask, "enable_gqa": True, "scale": 0.25, "return_aux": AuxRequest(lse=True)}
+        out, aux = flex_attention(query, keys, values, **options)
+        lse = self.lse(aux.lse, value).unsqueeze(-1)
+        factor = self.factor(lse, self.joined(lse, self.column(sinks, out)))
+        return self.scaled(out, factor).to(query.dtype).transpose(1, 2).contiguous(), keys, values
+
+
+def captured_sinks(tokens: int = 3, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, **methods):
+    torch.manual_seed(0)
+    new = [torch.randn(2, heads, tokens, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    past = [torch.randn(2, KV_HEADS, PAST, DIM, dtype=dtype) for _ in range(2)]
+    attention = type("Variant", (Sinks,), methods)()
+    sinks = torch.randn(HEADS, dtype=dtype) if sinks is None else sinks
+    return capture_call(lambda *inputs: attention(*inputs), *new, *past, block_mask(causal, tokens), sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
+def test_learned_sinks_match(dtype, sink_dtype):
+    (site,), refusals = find_sites(captured_sinks(dtype=dtype, sinks=torch.randn(HEADS, dtype=sink_dtype)).gm)
+    assert not refusals
+    assert (site.dtype, site.scale, site.sink_logits.op) == (dtype, 0.25, "placeholder")
+    assert site.node.meta["example_value"].dtype == dtype
+    assert tuple(site.sink_logits.meta["example_value"].shape) == (HEADS,)
+
+
+OTHER_SINKS = {
+    "logsumexp doubled": ({"lse": lambda self, lse, value: lse * 2}, "multiplied by 2, not by ln 2"),
+    "logsumexp in powers of two": (
+        {"lse": lambda self, lse, value: lse / math.log(2)}, "truediv stands where mul is expected"),
+    "logsumexp rounded": ({"lse": lambda self, lse, value: lse.half().float()}, "half stands where mul is expected"),
+    "logsumexp clamped": ({"lse": lambda self, lse, value: lse.clamp(max=4)}, "clamp stands where mul is expected"),
+    "sinks of every query": (
+        {"column": lambda self, sinks, out: sinks.view(1, -1, 1, 1).expand(*out.shape[:3], 1) * 1}, "one logit per head"),
+    "sinks of rows": (
+        {"column": lambda self, sinks, out: sinks[:2].view(-1, 1, 1, 1).expand(*out.shape[:3], 1)}, "one logit per head"),
+    "two columns": (
+        {"column": lambda self, sinks, out: sinks.view(1, -1, 1, 1).expand(*out.shape[:3], 2)}, "one logit per head"),
+    "sinks twice": (
+        {"joined": lambda self, lse, c: torch.logsumexp(torch.cat([lse, c, c], -1), -1, keepdim=True)},
+        "is not the one that the sinks are joined to"),
+    "sinks first": (
+        {"joined": lambda self, lse, c: torch.logsumexp(torch.cat([c, lse], -1), -1, keepdim=True)},
+        "is not the one that the sinks are joined to"),
+    "over the queries": (
+        {"joined": lambda self, lse, c: torch.logsumexp(torch.cat([lse, c], -1), -2, keepdim=True)[..., :1]},
+        "getitem stands where logsumexp is expected"),
+    "the sinks' share": (
+        {"factor": lambda self, lse, joined: torch.exp(joined - lse)}, "stands where logsumexp is expected"),
+    "a power of two": ({"factor": lambda self, lse, joined: torch.exp2(lse - joined)}, "exp2 stands where exp"),
+    "sigmoid": ({"factor": lambda self, lse, joined: torch.sigmoid(lse - joined)}, "sigmoid stands where exp"),
+    "added": ({"scaled": lambda self, out, factor: out + factor}, "read by add, not scaled"),
+    "scaled twice": ({"scaled": lambda self, out, factor: out * factor * factor}, "is returned or read more than once"),
+    "output read too": ({"scaled": lambda self, out, factor: out * factor + out}, "is returned or read more than once"),
+    "logsumexp read too": ({"scaled": lambda self, out, factor: out * factor, "factor": lambda self, lse, joined: (
+        torch.exp(lse - joined) + 0 * lse)}, "add stands where exp is expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_SINKS)
+def test_a_renormalization_that_differs_is_refused_with_the_reason(name):
+    methods, reason = OTHER_SINKS[name]
+    sites, refusals = find_sites(captured_sinks(**methods).gm)
+    assert not sites
+    assert reason in refusals[0].reason
+    assert refusals[0].reason.startswith("the logsumexp of flex_attention is read, and not as learned sinks do")
+
+
+def test_sinks_that_are_written_meanwhile_are_refused():
+    def written(self, sinks, out):
+        column = Sinks.column(self, sinks, out)
+        sinks.add_(1)
+        return column
+
+    (refusal,) = find_sites(captured_sinks(column=written).gm)[1]
+    assert "written in place in the middle" in refusal.reason
+
+
+def test_decode_with_learned_sinks():
+    result = rewritten(captured_sinks(tokens=1), CommunityConfig(min_context=0, num_sink_tokens=1, recent_window=2))
+    text = rewritten_text(result, 0)
+    assert_expected_inline(
+        text[text.index("append_kv") :],
+        """\
+append_kv(ckv_key_L, ckv_value_L, key_new, value_new, ckv_length)
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', ckv_length, slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, ckv_length, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=4096, num_sink_tokens=1, recent_window=2, has_log=False) -> [0] ->
+    sparse_attention, [1] -> sparse_attention
+sparse_attention(query, ckv_key_L, ckv_value_L, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    ckv_length, ckv_first, l_inputs_6_, layer=L, scale=0.25, num_sink_tokens=1, recent_window=2) -> model
+ckv_length.add_(1)""",
+    )
+    left = [node.name for node in result.gm.graph.nodes if "flex" in node.name or "exp" in str(node.target)]
+    assert not left
+
+
+def test_the_rewritten_step_computes_what_the_graph_did():
+    captured, config = captured_sinks(tokens=1), CommunityConfig(min_context=0, workers=0)
+    result = rewritten(captured, config)
+    cache = RewrittenCache(config, result.plan, [0, 0])
+    cache.fill([captured.inputs[i] for i in result.plan.past])
+    expected = captured.gm.forward(*captured.inputs)
+    shape = (2, 1, HEADS, DIM)
+    (expected,) = [tensor for tensor in expected if tensor.shape == shape]
+    (got,) = [tensor for tensor in cache.run(result, captured.inputs) if tensor.shape == shape]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_static_cache_is_refused():
