@@ -93,21 +93,26 @@ def _block_lists(block_mask: tuple) -> BlockLists:
 
 
 def mask_element(
-    expressions: IndexExpressions, mask: FlexMask, row: sympy.Expr, head: sympy.Expr, i: sympy.Expr, j: sympy.Expr
+    expressions: IndexExpressions,
+    mask: FlexMask,
+    reader: fx.Node,
+    index: tuple[sympy.Expr, sympy.Expr, sympy.Expr, sympy.Expr],
+    counts: bool,
 ) -> sympy.Basic:
-    """Whether query ``i`` of ``row`` sees key ``j``, in terms of what the outer graph of ``expressions`` loads.
+    """Whether the mask of ``reader`` is true at (row, head, query, key), in terms of what the outer graph began with.
 
-    Raises NotAnExpression for masks that have none and RefusedError for ones that read what the outer graph writes.
+    counts: the mask may read a counter that the outer graph advances. Raises NotAnExpression for masks that have no
+    expression and RefusedError for ones that read what the outer graph writes in another way.
     """
     inner, output = placeholders(mask.graph), _output_of(mask.graph)
     if len(inner) != _SCALARS + len(mask.buffers) or not isinstance(output, fx.Node):
         raise RefusedError("flex_attention has a mask of a form that is not known here")
-    known = {node: _scalar(symbol) for node, symbol in zip(inner[:_SCALARS], (row, head, i, j), strict=True)}
+    known = {node: _scalar(symbol) for node, symbol in zip(inner[:_SCALARS], index, strict=True)}
     for node, buffer in zip(inner[_SCALARS:], mask.buffers, strict=True):
         if is_tensor(buffer):
-            if expressions.is_written(buffer):
+            if not counts and expressions.is_written(buffer):
                 raise RefusedError(f"the mask of flex_attention reads {buffer.name}, which this graph changes")
-            known[node] = expressions.of(buffer)
+            known[node] = expressions.when_read(buffer, reader)
     return IndexExpressions(mask.graph, known).of(output).at(())
 
 

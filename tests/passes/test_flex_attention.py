@@ -236,17 +236,109 @@ def test_the_rewritten_step_computes_what_the_graph_did():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_static_cache_is_refused():
-    def static(query, key, value, past_key, past_value, block_mask):
-        position = torch.arange(3)
+class Static:
+    """A step over transformers' static cache, which advances its counter before flex_attention reads the mask."""
+
+    def advance(self, counter: Tensor, tokens: int) -> None:
+        counter.add_(tokens)
+
+    def afterwards(self, counter: Tensor, tokens: int) -> None:
+        pass
+
+    def __call__(self, query, key, value, past_key, past_value, counter, block_mask) -> Tensor:
+        position = torch.arange(query.shape[2]) + counter
+        self.advance(counter, query.shape[2])
         past_key.index_copy_(2, position, key)
         past_value.index_copy_(2, position, value)
-        return flex_attention(query, past_key, past_value, None, block_mask, enable_gqa=True)
+        out = flex_attention(query, past_key, past_value, None, block_mask, enable_gqa=True, scale=0.25)
+        self.afterwards(counter, query.shape[2])
+        return out
 
-    new, past = [torch.randn(2, 2, 3, DIM) for _ in range(3)], [torch.zeros(2, 2, PAST, DIM) for _ in range(2)]
-    mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 3, PAST, device="cpu")
-    ((refusal,),) = find_sites(capture_call(static, *new, *past, mask).gm)[1:]
-    assert refusal.reason.startswith("flex_attention over a static cache")
+
+CAPACITY = PAST + 6
+
+
+def captured_static(mask_of, tokens: int = 1, **methods):
+    """mask_of(counter, padding) is a mask_mod."""
+    torch.manual_seed(0)
+    counter, padding = torch.tensor(PAST), (torch.arange(CAPACITY) < PAST + tokens).repeat(2, 1)
+    new = [torch.randn(2, heads, tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    past = [torch.zeros(2, KV_HEADS, CAPACITY, DIM) for _ in range(2)]
+    for cache in past:
+        cache[:, :, :PAST] = torch.randn(2, KV_HEADS, PAST, DIM)
+    mask = create_block_mask(mask_of(counter, padding), 2, None, tokens, CAPACITY, device="cpu")
+    step = type("Variant", (Static,), methods)()
+    return capture_call(lambda *inputs: step(*inputs), *new, *past, counter, mask)
+
+
+def counted(counter: Tensor, padding: Tensor):
+    return lambda batch, head, query, key: key <= query + counter
+
+
+def counted_and_padded(counter: Tensor, padding: Tensor):
+    return lambda batch, head, query, key: (key <= query + counter) & padding[batch, key]
+
+
+def test_a_static_cache_whose_counter_moved_before_the_mask_reads_it():
+    (site,), refusals = find_sites(captured_static(counted_and_padded).gm)
+    assert not refusals
+    assert (site.cache, site.is_decode, site.ahead, site.mask) == (Cache.STATIC, True, 1, None)
+    assert tuple(site.padding.meta["example_value"].shape) == (2, CAPACITY)
+    assert site.blocks.kv_indices.op == "placeholder"
+
+
+def test_a_static_cache_whose_counter_moves_afterwards():
+    late = {"advance": Static.afterwards, "afterwards": Static.advance}
+    for tokens in (1, 3):
+        (site,), refusals = find_sites(captured_static(counted, tokens, **late).gm)
+        assert not refusals
+        assert (site.cache, site.is_decode, site.ahead, site.padding) == (Cache.STATIC, tokens == 1, 0, None)
+
+
+OTHER_COUNTERS = {
+    "no padding": (counted, 1, {}, "where nothing was written, and no padding mask hides that"),
+    "several tokens": (counted_and_padded, 3, {}, "queries see later tokens of the same call"),
+    "doubled": (counted_and_padded, 1, {"advance": lambda self, c, n: c.mul_(2)}, "after it was written in place"),
+    "scaled on the way": (
+        counted_and_padded, 1, {"advance": lambda self, c, n: c.add_(n, alpha=2)}, "after it was written in place"),
+    "not moved": (counted_and_padded, 1, {"advance": lambda self, c, n: c.sub_(1)}, "after it was written in place"),
+    "behind": (
+        lambda counter, padding: lambda b, h, q, k: (k <= q + counter - 2) & padding[b, k], 1, {}, "shifted by -1"),
+    "a window": (
+        lambda counter, padding: lambda b, h, q, k: (k <= q + counter) & (k > q + counter - 4) & padding[b, k], 1, {},
+        "sees only the last 3 tokens"),
+    "from the first key": (
+        lambda counter, padding: lambda b, h, q, k: k <= q, 3, {}, "written elsewhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTERS)
+def test_another_mask_over_a_static_cache_is_refused(name):
+    mask_of, tokens, methods, reason = OTHER_COUNTERS[name]
+    sites, refusals = find_sites(captured_static(mask_of, tokens, **methods).gm)
+    assert not sites
+    assert reason in refusals[0].reason
+
+
+def test_decode_over_a_static_cache():
+    captured, config = captured_static(counted_and_padded), CommunityConfig(min_context=0, workers=0)
+    result = rewritten(captured, config)
+    text = rewritten_text(result, 0)
+    assert_expected_inline(
+        text[text.index("route(") :],
+        """\
+route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
+    ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
+    score='max', position, slots=2048) -> [0] -> retrieve, [1] -> retrieve
+retrieve(route[0], route[1], ckv_scores, ckv_start, ckv_stored, ckv_size, ckv_member, ckv_log_community,
+    ckv_log_first, ckv_num_communities, ckv_n_indexed, ckv_capacity_L, position, ckv_first, ckv_tally,
+    layer=L, batch=2, num_graphs=2, budget=4096, num_sink_tokens=10, recent_window=64, has_log=False) -> [0]
+    -> sparse_attention, [1] -> sparse_attention
+sparse_attention(query, key_cache, value_cache, retrieve[0], retrieve[1], ckv_n_indexed, ckv_capacity_L,
+    position, ckv_first, sink_logits=None, layer=L, scale=0.25, num_sink_tokens=10, recent_window=64) -> model""",
+    )
+    blocks = result.plan.blocks
+    assert (blocks.ahead, blocks.starts_empty, len([i for i in blocks.lists if i is not None])) == (1, False, 4)
 
 
 def test_a_mask_that_reads_what_the_graph_writes_is_refused():
