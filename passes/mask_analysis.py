@@ -146,7 +146,7 @@ def judge_flex_mask(
             offset, element = buffer, element.subs(symbol, past)
     ahead = sympy.S.Zero
     if position is not None:
-        element, ahead = _counted_late(element, broadcast_at(position, (i,)), j)
+        element, ahead = _counted_late(element, broadcast_at(position, (i,)), i, j)
     rule = _judge(expressions, element, (row, i, j), num_queries, num_keys, position, "made by create_block_mask")
     if rule.given is not None:
         raise UnknownMaskError(f"the mask of flex_attention is a 4-D tensor given by the caller ({rule.given.name})")
@@ -163,13 +163,17 @@ def judge_flex_mask(
     return dataclasses.replace(rule, offset=offset, ahead=int(ahead))
 
 
-def _counted_late(element: sympy.Basic, own: sympy.Expr, j: sympy.Expr) -> tuple[sympy.Basic, sympy.Expr]:
+def _counted_late(
+    element: sympy.Basic, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr
+) -> tuple[sympy.Basic, sympy.Expr]:
     """(the mask with its causal rule at the query's own position ``own``, by how much the rule was ahead of it)."""
     atoms, ahead = list(sympy.And.make_args(element)), sympy.S.Zero
     for number, atom in enumerate(atoms):
         difference = _Condition(atom).difference
         shift = None if difference is None else sympy.expand(difference - (own - j))
-        if shift is not None and shift.is_positive and not shift.has(Load) and not shift.has(j):
+        if shift is None or shift.atoms(Load) or shift.free_symbols & {i, j}:
+            continue
+        if not shift.is_Integer or shift > 0:
             atoms[number], ahead = sympy.Ge(own, j), sympy.Max(ahead, shift)
     return sympy.And(*atoms), ahead
 

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers.integrations import flex_attention as integration
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -53,6 +54,30 @@ def test_a_static_cache(interpreted):
     assert not explanation.refused
 
 
+def test_another_turn_over_a_static_cache_stays_as_transformers_computes_it(interpreted):
+    """Its queries see later tokens of the same turn, which is no attention of ours, and steps go on after it."""
+    model, inputs = tiny_model("llama", "flex_attention", num_hidden_layers=1), prompt(tokens=33, padded=True)
+
+    def logits(callee):
+        cache, end, found = transformers.StaticCache(config=model.config, max_cache_len=40), 0, []
+        with torch.no_grad():
+            for length in (20, 1, 10, 1, 1):
+                begin, end = end, end + length
+                ids, mask = inputs["input_ids"][:, begin:end].clone(), inputs["attention_mask"][:, :end].clone()
+                found.append(callee(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, -1])
+        return torch.stack(found)
+
+    expected = logits(torch.compile(model, backend="eager"))
+    torch._dynamo.reset()
+    module = torch.compile(model, backend="communitykv", options=EXACT)
+    torch.testing.assert_close(logits(module), expected, atol=1e-4, rtol=1e-4)
+    explanation = ckv_compile.explain(module, show=False)
+    (reasons,) = explanation.refused.values()
+    assert ["see later tokens of the same call" in reason for reason in reasons] == [True]
+    assert explanation.prefills == 1
+    assert explanation.decode_steps == explanation.sparse_steps == 3, str(explanation)
+
+
 def test_a_static_cache_whose_mask_shows_an_unwritten_position_is_dense(interpreted):
     """transformers makes no padding mask where nothing is padded; it then sees one key too many, and so do we."""
     model = tiny_model("llama", num_hidden_layers=1)
@@ -67,12 +92,14 @@ def test_a_static_cache_whose_mask_shows_an_unwritten_position_is_dense(interpre
     assert ["where nothing was written" in reason for reason in reasons] == [True]
 
 
-def test_learned_sinks_beside_a_sliding_layer(interpreted, logsumexp_on_cpu):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_learned_sinks_beside_a_sliding_layer(interpreted, logsumexp_on_cpu, cache):
     model, inputs = tiny_model("gpt_oss", "eager"), prompt(tokens=30, padded=True)
     expected = greedy(model, inputs)
     model.set_attn_implementation("flex_attention")
     module = torch.compile(model, backend="communitykv", options=EXACT)
-    assert torch.equal(greedy(module, inputs), expected)
+    static = {"cache_implementation": "static"} if cache == "static" else {}
+    assert torch.equal(greedy(module, inputs, **static), expected)
     explanation = ckv_compile.explain(module, show=False)
     assert explanation.decode_steps == explanation.sparse_steps == 3, str(explanation)
     assert explanation.prefills == 1
