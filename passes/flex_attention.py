@@ -2,6 +2,10 @@
 
 Only masks that this graph gets as inputs occur: dynamo ends a graph where ``create_block_mask`` runs. The element says
 what the mask means; which blocks were left out is known at run time only, and checked there (``runtime/block_lists``).
+
+Over transformers' static cache the element reads the cache's counter, which the layer has advanced by then: queries see
+positions behind their own. One query is still causal if padding hides the next position, which is checked at run time.
+Its output may be renormalised with learned sinks (``learned_sinks``).
 """
 
 from __future__ import annotations
