@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ckv_compile.passes.index_expressions import is_tensor
+from ckv_compile.passes.index_expressions import is_tensor, memory_owner, mutated_argument
 from ckv_compile.passes.kv_sources import RefusedError
 
 
@@ -97,3 +97,14 @@ def named_arguments(node: fx.Node, *names: str) -> dict[str, Any]:
 
 def dtype_of(node: fx.Node) -> torch.dtype:
     return node.meta["example_value"].dtype
+
+
+def require_unwritten(first: fx.Node, last: fx.Node, operands: list[fx.Node]) -> None:
+    """The operators read all operands where the output is computed: none may be written from the first product on."""
+    owners = {memory_owner(operand) for operand in operands}
+    node = first
+    while node is not last:
+        written = mutated_argument(node)
+        if written is not None and memory_owner(written) in owners:
+            raise RefusedError(f"an operand is written in place in the middle of the attention ({node.name})")
+        node = node.next

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ckv_compile.passes.attention_call import AttentionCall, dtype_of, named_arguments
-from ckv_compile.passes.index_expressions import is_tensor, memory_owner, mutated_argument, shape_of, target_name
+from ckv_compile.passes.attention_call import AttentionCall, dtype_of, named_arguments, require_unwritten
+from ckv_compile.passes.index_expressions import is_tensor, shape_of, target_name
 from ckv_compile.passes.kv_sources import RefusedError
+from ckv_compile.passes.learned_sinks import sink_vector
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 # What eager attention does between the products, apart from softmax.
@@ -35,6 +36,7 @@ _BETWEEN = frozenset(
     }
 )  # fmt: skip
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
+_OTHER_SINKS = "eager attention whose scores are joined with something else than one logit per head"
 _LAST_COLUMN_DROPPED = ((Ellipsis, slice(None, -1, None)), (*(slice(None),) * 3, slice(None, -1, None)))
 
 
@@ -65,9 +67,9 @@ def eager_call(softmax: fx.Node) -> AttentionCall:
         mask=mask,
         dropout_p=dropout_p,
         scale=scale,
-        sink_logits=None if sinks is None else _sink_logits(sinks, query),
+        sink_logits=None if sinks is None else sink_vector(sinks, query, _OTHER_SINKS),
     )
-    _require_unwritten(product, node, [query, key] if sinks is None else [query, key, sinks])
+    require_unwritten(product, node, [query, key] if sinks is None else [query, key, sinks])
     return call
 
 
@@ -190,22 +192,6 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     return call["input"], call["other"]
 
 
-def _sink_logits(sinks: fx.Node, query: fx.Node) -> fx.Node:
-    """The vector of one logit per query head that a column ``[batch, num_query_heads, num_queries, 1]`` repeats."""
-    batch, heads, num_queries, _ = shape_of(query)
-    column = sinks.args[0] if target_name(sinks) == "expand" else sinks
-    vector = column.args[0] if target_name(column) in ("reshape", "view") else None
-    if (
-        shape_of(sinks) != (batch, heads, num_queries, 1)
-        or shape_of(column) != (1, heads, 1, 1)
-        or not is_tensor(vector)
-        or shape_of(vector) != (heads,)
-        or not dtype_of(vector).is_floating_point
-    ):
-        raise RefusedError("eager attention whose scores are joined with something else than one logit per head")
-    return vector
-
-
 # ---------------------------------------------------------------------- from the softmax on to the output
 
 
@@ -262,17 +248,6 @@ def _only_read_by(node: fx.Node, *readers: fx.Node) -> None:
             raise RefusedError(f"the scores of the attention are returned too ({node.name})")
         if user not in readers:
             raise RefusedError(f"the scores of the attention are also read by something else ({user.name})")
-
-
-def _require_unwritten(first: fx.Node, last: fx.Node, operands: list[fx.Node]) -> None:
-    """The operators read all operands where the output is computed: none may be written from the first product on."""
-    owners = {memory_owner(operand) for operand in operands}
-    node = first
-    while node is not last:
-        written = mutated_argument(node)
-        if written is not None and memory_owner(written) in owners:
-            raise RefusedError(f"an operand is written in place in the middle of the attention ({node.name})")
-        node = node.next
 
 
 def _reach(start: fx.Node, step) -> set[fx.Node]:

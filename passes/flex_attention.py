@@ -2,6 +2,10 @@
 
 Only masks that this graph gets as inputs occur: dynamo ends a graph where ``create_block_mask`` runs. The element says
 what the mask means; which blocks were left out is known at run time only, and checked there (``runtime/block_lists``).
+
+Over transformers' static cache the element reads the cache's counter, which the layer has advanced by then: queries see
+positions behind their own. One query is still causal if padding hides the next position, which is checked at run time.
+Its output may be renormalised with learned sinks (``learned_sinks``).
 """
 
 from __future__ import annotations
@@ -10,10 +14,11 @@ import sympy
 import torch
 from torch import fx
 
-from ckv_compile.passes.attention_call import AttentionCall, BlockLists, FlexMask
-from ckv_compile.passes.graph_edit import has_effect, output_node, placeholders
+from ckv_compile.passes.attention_call import AttentionCall, BlockLists, FlexMask, require_unwritten
+from ckv_compile.passes.graph_edit import output_node, placeholders
 from ckv_compile.passes.index_expressions import IndexedTensor, IndexExpressions, is_tensor, target_name
 from ckv_compile.passes.kv_sources import RefusedError
+from ckv_compile.passes.learned_sinks import is_used, renormalized
 
 _SCALARS = 4  # of a mask: batch, head, query, key
 
@@ -32,15 +37,15 @@ def flex_call(gm: fx.GraphModule, node: fx.Node) -> AttentionCall:
         changes = {target_name(inner) for inner in scores.nodes}
         what = "logit softcapping (tanh of the scores)" if "tanh" in changes else "scores changed by a score_mod"
         raise RefusedError(f"flex_attention with {what}, which the operators do not compute")
-    outputs = [user for user in node.users if _is_used(user)]
-    if any(target_name(user) != "getitem" or user.args[1] != 0 for user in outputs):
-        raise RefusedError(
-            "the logsumexp of flex_attention is read too (learned sinks that scale its output, or a loss)"
-        )
-    if len(outputs) != 1:
-        raise RefusedError(f"the output of flex_attention is taken {len(outputs)} times")
+    out, logsumexp = _outputs(node)
+    if out is None:
+        raise RefusedError("flex_attention whose output nobody reads")
+    sinks = None
+    if logsumexp is not None:
+        out, sinks = renormalized(node, out, logsumexp, query)
+        require_unwritten(node, out, [query, key, value, sinks])
     return AttentionCall(
-        node=outputs[0],
+        node=out,
         query=query,
         key=key,
         value=value,
@@ -48,6 +53,7 @@ def flex_call(gm: fx.GraphModule, node: fx.Node) -> AttentionCall:
         value_reader=node,
         scale=scale,
         enable_gqa=True,  # the operator itself reads KV heads in groups
+        sink_logits=sinks,
         flex_mask=FlexMask(_graph_of(gm, block_mask[-1]), tuple(buffers), _block_lists(block_mask)),
     )
 
@@ -65,9 +71,18 @@ def _output_of(graph: fx.Graph) -> object:
     return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
 
 
-def _is_used(node: fx.Node) -> bool:
-    """Whether the outer graph needs a node: dynamo leaves unused outputs and what was made of them where they are."""
-    return has_effect(node) or any(user.op == "output" or _is_used(user) for user in node.users)
+def _outputs(flex: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(output, logsumexp), each None if nobody reads it."""
+    results: dict[object, fx.Node] = {}
+    for user in flex.users:
+        if not is_used(user):
+            continue
+        if target_name(user) != "getitem" or user.args[1] not in (0, 1):
+            raise RefusedError("more than the output and the logsumexp of flex_attention is read")
+        if user.args[1] in results:
+            raise RefusedError("the output or the logsumexp of flex_attention is taken more than once")
+        results[user.args[1]] = user
+    return results.get(0), results.get(1)
 
 
 def _block_lists(block_mask: tuple) -> BlockLists:
@@ -82,21 +97,26 @@ def _block_lists(block_mask: tuple) -> BlockLists:
 
 
 def mask_element(
-    expressions: IndexExpressions, mask: FlexMask, row: sympy.Expr, head: sympy.Expr, i: sympy.Expr, j: sympy.Expr
+    expressions: IndexExpressions,
+    mask: FlexMask,
+    reader: fx.Node,
+    index: tuple[sympy.Expr, sympy.Expr, sympy.Expr, sympy.Expr],
+    counts: bool,
 ) -> sympy.Basic:
-    """Whether query ``i`` of ``row`` sees key ``j``, in terms of what the outer graph of ``expressions`` loads.
+    """Whether the mask of ``reader`` is true at (row, head, query, key), in terms of what the outer graph began with.
 
-    Raises NotAnExpression for masks that have none and RefusedError for ones that read what the outer graph writes.
+    counts: the mask may read a counter that the outer graph advances. Raises NotAnExpression for masks that have no
+    expression and RefusedError for ones that read what the outer graph writes in another way.
     """
     inner, output = placeholders(mask.graph), _output_of(mask.graph)
     if len(inner) != _SCALARS + len(mask.buffers) or not isinstance(output, fx.Node):
         raise RefusedError("flex_attention has a mask of a form that is not known here")
-    known = {node: _scalar(symbol) for node, symbol in zip(inner[:_SCALARS], (row, head, i, j), strict=True)}
+    known = {node: _scalar(symbol) for node, symbol in zip(inner[:_SCALARS], index, strict=True)}
     for node, buffer in zip(inner[_SCALARS:], mask.buffers, strict=True):
         if is_tensor(buffer):
-            if expressions.is_written(buffer):
+            if not counts and expressions.is_written(buffer):
                 raise RefusedError(f"the mask of flex_attention reads {buffer.name}, which this graph changes")
-            known[node] = expressions.of(buffer)
+            known[node] = expressions.when_read(buffer, reader)
     return IndexExpressions(mask.graph, known).of(output).at(())
 
 

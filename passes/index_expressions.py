@@ -135,9 +135,11 @@ class IndexExpressions:
         self._done: dict[fx.Node, IndexedTensor | NotAnExpression] = dict(known or {})
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._first_write: dict[fx.Node, int] = {}
+        self._writes: dict[fx.Node, list[fx.Node]] = {}
         for node, i in self._order.items():
             if (written := mutated_argument(node)) is not None:
                 self._first_write.setdefault(memory_owner(written), i)
+                self._writes.setdefault(memory_owner(written), []).append(node)
 
     def of(self, node: fx.Node) -> IndexedTensor:
         """Raises NotAnExpression if some part of the tensor cannot be written."""
@@ -154,6 +156,25 @@ class IndexExpressions:
     def is_written(self, node: fx.Node) -> bool:
         """Whether the graph writes into the memory of ``node`` anywhere."""
         return memory_owner(node) in self._first_write
+
+    def when_read(self, node: fx.Node, reader: fx.Node) -> IndexedTensor:
+        """``node`` as ``reader`` finds it, in terms of what the graph began with: additions to a counter are known.
+
+        Raises NotAnExpression if something else was written before.
+        """
+        begin, added = self.of(node), sympy.S.Zero
+        for write in self._writes.get(memory_owner(node), ()):
+            if self._order[write] > self._order[reader]:
+                continue
+            number = scalar(write.args[1]) if len(write.args) == 2 and not write.kwargs else None
+            counts = node.op == "placeholder" and not begin.is_bool and all(size == 1 for size in begin.shape)
+            adds = write.target in ("add_", operator.iadd) and write.args[0] is node
+            if not counts or not adds or not isinstance(number, sympy.Expr):
+                raise NotAnExpression(node, f"{node.name} after it was written in place")
+            added = added + number
+        return IndexedTensor(
+            begin.shape, begin.is_bool, lambda index: begin.at(index) + added if added else begin.at(index)
+        )
 
     # ------------------------------------------------------------------ pieces
 

@@ -55,12 +55,14 @@ class MaskRule:
         it.
     offset: graph input, an integer that the query's position counts from; what is said here holds if it is the number of
         cached tokens.
+    ahead: so many keys after the query's own only ``padding`` hides; what is said here holds if it does, in every row.
     """
 
     from_start: bool
     padding: fx.Node | None = None
     given: fx.Node | None = None
     offset: fx.Node | None = None
+    ahead: int = 0
 
 
 class UnknownMaskError(Exception):
@@ -115,33 +117,65 @@ def judge_mask(
 def judge_flex_mask(
     expressions: IndexExpressions,
     mask: FlexMask,
+    reader: fx.Node,
     *,
     num_rows: sympy.Expr,
     num_queries: sympy.Expr,
     num_keys: sympy.Expr,
+    position: IndexedTensor | None,
 ) -> MaskRule:
-    """The meaning of a mask of flex_attention whose queries are the last tokens; raises as ``judge_mask`` does.
+    """The meaning of the mask of flex_attention ``reader``; raises as ``judge_mask`` does.
 
-    The position of the first query may be an integer input of the graph, which torch knows nothing about.
+    The position of the first query may be an integer input of the graph, which torch knows nothing about. Over a static
+    cache it may be the cache's counter, which transformers advances before the mask reads it.
     """
     row, i, j = _variable(_BATCH, num_rows), _variable(_QUERY, num_queries), _variable(_KEY, num_keys)
     try:
-        element = as_bool(mask_element(expressions, mask, row, _HEAD, i, j))
+        element = as_bool(mask_element(expressions, mask, reader, (row, _HEAD, i, j), position is not None))
     except NotAnExpression as error:
         raise UnknownMaskError(
             f"the mask of flex_attention is not a causal rule and a padding mask ({error.what})"
         ) from None
+    past = num_keys - num_queries if position is None else position.at((sympy.S.Zero,))
     lengths, offset = num_queries.free_symbols | num_keys.free_symbols, None
     for buffer in mask.buffers:
         symbol = None if is_tensor(buffer) else scalar(buffer)
         if isinstance(symbol, sympy.Symbol) and symbol not in lengths and element.has(symbol):
             if offset is not None or buffer.op != "placeholder":
                 raise UnknownMaskError("the mask of flex_attention counts from more than one number")
-            offset, element = buffer, element.subs(symbol, num_keys - num_queries)
-    rule = _judge(expressions, element, (row, i, j), num_queries, num_keys, None, "made by create_block_mask")
+            offset, element = buffer, element.subs(symbol, past)
+    ahead = sympy.S.Zero
+    if position is not None:
+        element, ahead = _counted_late(element, broadcast_at(position, (i,)), i, j)
+    rule = _judge(expressions, element, (row, i, j), num_queries, num_keys, position, "made by create_block_mask")
     if rule.given is not None:
         raise UnknownMaskError(f"the mask of flex_attention is a 4-D tensor given by the caller ({rule.given.name})")
-    return dataclasses.replace(rule, offset=offset)
+    if ahead != 0 and num_queries != 1:
+        raise UnknownMaskError(
+            "not causal: the static cache adds the new tokens to its counter before the mask of flex_attention reads it, "
+            "so queries see later tokens of the same call"
+        )
+    if ahead != 0 and (rule.padding is None or not ahead.is_Integer):
+        raise UnknownMaskError(
+            "the static cache adds the new token to its counter before the mask of flex_attention reads it, so the query "
+            "also sees the position after its own, where nothing was written, and no padding mask hides that"
+        )
+    return dataclasses.replace(rule, offset=offset, ahead=int(ahead))
+
+
+def _counted_late(
+    element: sympy.Basic, own: sympy.Expr, i: sympy.Expr, j: sympy.Expr
+) -> tuple[sympy.Basic, sympy.Expr]:
+    """(the mask with its causal rule at the query's own position ``own``, by how much the rule was ahead of it)."""
+    atoms, ahead = list(sympy.And.make_args(element)), sympy.S.Zero
+    for number, atom in enumerate(atoms):
+        difference = _Condition(atom).difference
+        shift = None if difference is None else sympy.expand(difference - (own - j))
+        if shift is None or shift.atoms(Load) or shift.free_symbols & {i, j}:
+            continue
+        if not shift.is_Integer or shift > 0:
+            atoms[number], ahead = sympy.Ge(own, j), sympy.Max(ahead, shift)
+    return sympy.And(*atoms), ahead
 
 
 def _judge(

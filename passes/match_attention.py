@@ -71,7 +71,8 @@ class AttentionSite:
         in the graph (STATIC only: ``generate`` makes it beforehand). Until its contents are checked at run time nothing
         is known of what queries see.
     blocks: what flex_attention visits. Until these lists are checked at run time nothing is known of what queries see.
-    offset: DYNAMIC: an integer input that must be the length of ``past_key`` at run time, for the same reason.
+    offset: an integer input that must be the number of cached tokens at run time, for the same reason.
+    ahead: STATIC: what is said here holds if ``padding`` hides so many positions after the query's own.
     sink_logits: floating point [num_query_heads], in the softmax of every query beside its keys, without a value.
     starts_empty: no key precedes this call's. For STATIC with ``is_causal=True`` this is transformers' own shortcut:
         its masking takes it only if the cache holds no token, and then drops the mask.
@@ -97,6 +98,7 @@ class AttentionSite:
     mask: fx.Node | None
     blocks: BlockLists | None
     offset: fx.Node | None
+    ahead: int
     sink_logits: fx.Node | None
     starts_empty: bool
     is_decode: bool
@@ -229,6 +231,7 @@ class _Finder:
             mask=rule.given,
             blocks=None if call.flex_mask is None else call.flex_mask.blocks,
             offset=rule.offset,
+            ahead=rule.ahead,
             sink_logits=call.sink_logits,
             starts_empty=starts_empty,
             is_decode=num_queries == 1 and not starts_empty,
@@ -309,23 +312,26 @@ class _Finder:
     def _rule_of_flex_mask(
         self, call: AttentionCall, source: KVSource, num_queries: sympy.Expr, num_keys: sympy.Expr
     ) -> MaskRule:
-        if source.cache is Cache.STATIC:
-            raise RefusedError(
-                "flex_attention over a static cache, whose mask reads a counter that the call itself advances"
-            )
+        position = self._position(source, num_queries) if source.cache is Cache.STATIC else None
+        if source.num_read is not None:
+            raise RefusedError("flex_attention over a part of the static cache")
         try:
             rule = judge_flex_mask(
                 self.expressions,
                 call.flex_mask,
+                call.key_reader,
                 num_rows=shape_of(call.query)[0],
                 num_queries=num_queries,
                 num_keys=num_keys,
+                position=position,
             )
         except UnknownMaskError as error:
             raise _refused(error) from None
+        if rule.from_start and position is not None and not source.made_here and position.at((sympy.S.Zero,)) != 0:
+            raise RefusedError("the mask counts from the first key, but this call's keys are written elsewhere")
         if rule.from_start and source.cache is Cache.DYNAMIC:
             raise RefusedError("not causal: query i sees keys 0..i of a cache that already holds earlier tokens")
-        if rule.offset is not None and source.cache is not Cache.DYNAMIC:
+        if rule.offset is not None and source.cache not in (Cache.DYNAMIC, Cache.STATIC):
             raise RefusedError(f"the mask of flex_attention counts from {rule.offset.name} although nothing is cached")
         return rule
 

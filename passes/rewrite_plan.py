@@ -45,12 +45,16 @@ class BlockInputs:
 
     lists: inputs of dynamo's that are ``BlockLists``' four tensors; the last two may be None.
     offset: input that must be the number of cached tokens.
+    ahead: so many positions after the new token must be hidden by the padding mask, in every row.
+    starts_empty: no token may be cached.
     """
 
     lists: tuple[int | None, ...]
     query_block: int
     key_block: int
     offset: int | None
+    ahead: int = 0
+    starts_empty: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,8 @@ def block_inputs(site: AttentionSite, inputs: list[fx.Node]) -> BlockInputs | No
         blocks.query_block,
         blocks.key_block,
         None if site.offset is None else inputs.index(site.offset),
+        site.ahead,
+        site.starts_empty,
     )
 
 
@@ -122,6 +128,7 @@ def uniform(sites: list[AttentionSite]) -> str | None:
         "mask",
         "blocks",
         "offset",
+        "ahead",
         "is_decode",
         "batch",
     ):

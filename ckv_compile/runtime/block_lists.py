@@ -16,14 +16,16 @@ def visits_causal(
     queries: int,
     query_block: int,
     key_block: int,
+    keys: int | None = None,
 ) -> bool:
     """True if every key that a query may see is visited once and none besides. Waits for the device.
 
     lists: kv_num_blocks [B, 1 or heads, query blocks], kv_indices [B, 1 or heads, query blocks, key blocks] and the same
     of full blocks or None, which are seen without a mask; batches of one stand for all rows. Query ``i`` is at position
-    ``past + i`` and may see ``first`` .. its own. Blocks that no query of theirs may see need not be visited.
+    ``past + i`` and may see ``first`` .. its own. Blocks that no query of theirs may see need not be visited. keys: how
+    many there are, if more than are written so far: a static cache has room behind them.
     """
-    device, total = lists[0].device, past + queries
+    device, total = lists[0].device, keys or past + queries
     begin_query = torch.arange(0, queries, query_block, device=device)[:, None]
     begin_key = torch.arange(0, total, key_block, device=device)
     end_key = (begin_key + key_block).clamp(max=total)

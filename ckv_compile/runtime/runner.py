@@ -401,12 +401,21 @@ class GraphRunner:
         cuda_graphs.require_no_capture("a call of flex_attention, whose block mask is read,")
         plan, blocks = self.plan, self.plan.blocks
         past = self._past_length(self._past(args)) if plan.past else 0
+        if plan.static_length is not None:
+            past = int(args[plan.static_length])
         if past is None or (blocks.offset is not None and args[blocks.offset] != past):
             return False
+        if past and blocks.starts_empty:
+            return False
         new = plan.num_new(args)
+        keys = past + new if plan.static_capacity is None else plan.static_capacity(args)
+        if plan.padding is not None:
+            padding, end = args[plan.padding], past + new
+            if padding.shape[1] < keys or (blocks.ahead and padding[:, end : end + blocks.ahead].any()):
+                return False  # the mask reads padding at every key of a block that it visits
         first = self._padding(args, plan.batch(args), past + new)
         lists = [None if position is None else args[position] for position in blocks.lists]
-        return first is not None and visits_causal(lists, first, past, new, blocks.query_block, blocks.key_block)
+        return first is not None and visits_causal(lists, first, past, new, blocks.query_block, blocks.key_block, keys)
 
     def _goes_on(self, args, sequence: Sequence, counter: torch.Tensor | None = None) -> bool:
         """Whether a step continues what is known of its sequence, without a look at its mask and counter.

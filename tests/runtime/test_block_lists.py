@@ -52,3 +52,18 @@ def test_lists_of_another_call_do_not(call):
     lists = lists_of([0], 64, 32)
     assert judged(lists, [0], 64, 32)
     assert not judged(lists, *call)
+
+
+@pytest.mark.parametrize(("past", "queries"), [(0, 48), (47, 1), (48, 1), (41, 20)])
+def test_keys_behind_the_written_ones_may_be_visited_but_not_in_full(past, queries):
+    first, keys = [0, 5], past + queries + 3 * BLOCK
+    lists = [tensor.clone() for tensor in lists_of(first, past, queries)]
+    assert visits_causal(lists, first, past, queries, BLOCK, BLOCK, keys)
+    count, index = lists[:2]
+    beyond = (past + queries + BLOCK) // BLOCK
+    wide = torch.zeros(*index.shape[:3], index.shape[3] + 1, dtype=torch.int32)
+    wide[..., : index.shape[3]] = index
+    wide.scatter_(3, count[..., None].long(), beyond)
+    assert visits_causal([count + 1, wide, *lists[2:]], first, past, queries, BLOCK, BLOCK, keys)
+    assert not visits_causal([count + 1, wide, *lists[2:]], first, past, queries, BLOCK, BLOCK)
+    assert not visits_causal([*lists[:2], count + 1, wide], first, past, queries, BLOCK, BLOCK, keys)
