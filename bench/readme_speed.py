@@ -7,27 +7,42 @@ import statistics
 
 from bench.results_file import RESULTS
 
+# what rows of several arms share that took turns
+CELL = ("kind", "context", "batch", "mean_size", "score", "assign", "heads", "kv_heads", "data", "model", "graph")
+
 
 def speed_tables() -> str:
-    """Of the newest results of each GPU bench: attention of a decode step, whole steps, attention of a prefill."""
+    """Of the newest results on a GPU: attention of a decode step, whole steps, attention of a prefill."""
     parts = []
-    for name, made in (
+    for bench, made in (
         ("sparse_decode", _decode_table),
         ("decode_step", _step_table),
         ("topk_prefill", _prefill_table),
     ):
-        file, path = newest(name)
-        if file is not None:
-            device, torch = file["device"], file["versions"]["torch"]
-            parts += [made(file["rows"]), "", f"From `{path}` ({device}, torch {torch}).", ""]
+        rows, names, where = newest_rows(bench)
+        if rows:
+            parts += [made(rows), "", f"From {', '.join(f'`{name}`' for name in names)} ({where}).", ""]
     return "\n".join(parts)
 
 
-def newest(bench: str) -> tuple[dict | None, str]:
-    """The newest result of a bench on a GPU, of those without a label, and its file's name."""
+def newest_rows(bench: str) -> tuple[list[dict], list[str], str]:
+    """Rows of a bench on a GPU, those of one cell from the newest file that has it; the files' names; the device."""
+    cells: dict[tuple, tuple[list[dict], str]] = {}
+    where = ""
     files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob(f"{bench}-*.json")]
-    files = [(file, name) for file, name in files if "cpu" not in file["device"].lower() and file["bench"] == bench]
-    return max(files, key=lambda pair: pair[0]["date"], default=(None, ""))
+    for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
+        if file["bench"] != bench or "cpu" in file["device"].lower():
+            continue
+        where = f"{file['device']}, torch {file['versions']['torch']}"
+        own: dict[tuple, list[dict]] = {}
+        for row in file["rows"]:
+            if row["kind"] in ("speed", "step", "generate") and row.get("hierarchy", "off") == "off":
+                own.setdefault(tuple(row.get(entry) for entry in CELL), []).append(row)
+        for cell, rows in own.items():
+            if len({row["arm"] for row in rows}) > 1:
+                cells[cell] = rows, name
+    rows = [row for rows, _ in cells.values() for row in rows]
+    return rows, sorted({name for _, name in cells.values()}), where
 
 
 def _contexts(rows: list[dict]) -> list[int]:

@@ -60,7 +60,7 @@ from ckv_compile.reference.route_coarse import part_quota
 from ckv_compile.reference.sparse_attention import sparse_attention
 
 CELLS = ("32768x1", "65536x1", "131072x1", "262144x1", "524288x1", "131072x4")
-HIERARCHIES = {"off": "_flat", "auto": "", "on": "_grouped"}  # and how the names of claims end
+HIERARCHIES = {"off": "", "auto": "_groups", "on": "_groups_on"}  # and how the names of claims end
 LABELS = {(131072, 1): "131k_b1", (524288, 1): "524k_b1", (131072, 4): "131k_b4"}
 SLACK = 2048  # tokens of room behind the context: every replay appends one
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}  # relative L2, far above rounding: a wrong kernel misses it
@@ -85,7 +85,7 @@ class Sizes:
         )  # fmt: skip
 
     def config(
-        self, mean_size: int = 16, score: str = "max", assign: bool = False, hierarchy: Hierarchy = "auto"
+        self, mean_size: int = 16, score: str = "max", assign: bool = False, hierarchy: Hierarchy = "off"
     ) -> CommunityConfig:
         append: Append = "assign" if assign else "attend"
         return CommunityConfig(
@@ -348,7 +348,7 @@ DENSE = ("cudnn", "cudnn_packed", "math")  # what speedups are over: the faster 
 def claims_of(rows: list[dict]) -> dict[str, float]:
     """Figures by name. The plain ones: mean size 16, score max, assignment included; ``_attend``: without assignment.
 
-    Without groups they end in ``_flat``, with them for short contexts too in ``_grouped``. ``growth``: the exponent of
+    With groups they end in ``_groups``, with them for short contexts too in ``_groups_on``. ``growth``: the exponent of
     the context that the time (bytes: the traffic, by arithmetic) of a step grows with, from the shortest to the longest.
     """
     claims: dict[str, float] = {}
@@ -359,7 +359,7 @@ def claims_of(rows: list[dict]) -> dict[str, float]:
     cells: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["kind"] == "speed" and row["score"] == "max":
-            key = row["context"], row["batch"], row["mean_size"], row["assign"], row.get("hierarchy", "auto")
+            key = row["context"], row["batch"], row["mean_size"], row["assign"], row.get("hierarchy", "off")
             cells.setdefault(key, []).append(row)
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -432,7 +432,7 @@ def plot(path: Path) -> Path:
             name = row["arm"]
             if name == "ours":
                 name = f"ours, mean size {row['mean_size']}{', assigning' if row['assign'] else ''}"
-                name += {"_flat": "", "": ", groups"}.get(HIERARCHIES[row.get("hierarchy", "auto")], ", groups always")
+                name += {"off": "", "auto": ", groups"}.get(row.get("hierarchy", "off"), ", groups always")
             lines.setdefault(name, []).append((row["context"], row["median_ms"]))
             if row["arm"] in DENSE:
                 lines.setdefault("dense floor", []).append((row["context"], row["floor_ms"]))
@@ -468,7 +468,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--assign", default="both", choices=("both", "on", "off"), help="of the new token to a community"
     )
-    parser.add_argument("--hierarchy", nargs="+", default=["auto"], choices=tuple(HIERARCHIES))
+    parser.add_argument("--hierarchy", nargs="+", default=["off"], choices=tuple(HIERARCHIES))
     parser.add_argument("--count", action="store_true", help="only count bytes, by arithmetic")
     parser.add_argument("--layers", type=int, default=6, help="different layers in one CUDA graph")
     parser.add_argument("--tail", type=int, default=256, help="tokens not yet indexed where none is assigned")

@@ -33,7 +33,11 @@ def capture(function: Action, device: str, warm_up: int = 2) -> Action:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    return graph.replay
+
+    def replay(_kept: Action = function) -> None:  # the graph reads tensors that only the function may hold
+        graph.replay()
+
+    return replay
 
 
 def time_calls(function: Action, calls: int, device: str) -> float:

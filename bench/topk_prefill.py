@@ -362,7 +362,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         unit="ms per layer", repetitions=args.repetitions,
     )  # fmt: skip
     console.print(f"wrote {path}")
-    draw(console, plot, path)
+    if any(row["kind"] == "speed" for row in results):
+        draw(console, plot, path)
     return claims
 
 

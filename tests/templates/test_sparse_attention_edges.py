@@ -118,7 +118,9 @@ def check(case, kappa, source, sink_logits=None, **tuned):
     assert torch.equal(found[0], exact[0])
     torch.testing.assert_close(found[1], exact[1], rtol=2e-5, atol=1e-6)
     assert torch.equal(found[2].double().nan_to_num(7), exact[2].nan_to_num(7))
-    allowed = 1e-6 if found[3].dtype == torch.float32 else 0.75 * torch.finfo(found[3].dtype).eps
+    # 2e-6: products of 128 channels in a row, as a GPU adds them; NumPy adds in pairs.
+    single = 2e-6 if DEVICE == "cuda" else 1e-6
+    allowed = single if found[3].dtype == torch.float32 else 0.75 * torch.finfo(found[3].dtype).eps
     assert (found[3].double() - exact[3]).norm() <= allowed * exact[3].norm()
     return found
 
