@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEVICE ?= cpu
 
-.PHONY: demo test ahead-of-time check matrix bench bench-small clean
+.PHONY: demo test ahead-of-time sanitize check matrix bench bench-small clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ test: $(VENV)/test.stamp
 # The test suite compiles every kernel for one architecture and a part for the others; this, all for all.
 ahead-of-time: $(VENV)/test.stamp
 	AHEAD_OF_TIME=all $(BIN)/python -m pytest tests/templates/test_ahead_of_time.py
+
+sanitize: $(VENV)/test.stamp
+	PYTHON=$(BIN)/python .ci/sanitize.sh
 
 # MATRIX=2.11-5.17 picks torch 2.11 with transformers 5.17.
 matrix:
