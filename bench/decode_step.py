@@ -399,8 +399,12 @@ class _Recorded:
 def claims_of(rows: list[dict]) -> dict[str, float]:
     """Figures by name, of whole models only; other models than Qwen3-8B and other graphs than "keys" end in their names."""
     claims: dict[str, float] = {}
-    for model, graph in dict.fromkeys((row["model"], row["graph"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["graph"]) == (model, graph) and row["kind"] != "failure"]
+    for model, graph in dict.fromkeys((row["model"], row.get("graph", "keys")) for row in rows):
+        own = [
+            row
+            for row in rows
+            if (row["model"], row.get("graph", "keys")) == (model, graph) and row["kind"] != "failure"
+        ]
         suffix = ("" if model == "qwen3-8b" else f"_{model}") + ("" if graph == "keys" else f"_{graph}")
         named = _million(own) | (_claims_of_model([row for row in own if row["whole"]]))
         claims |= {name + suffix: value for name, value in named.items()}

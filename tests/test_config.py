@@ -77,7 +77,7 @@ def test_every_option_is_part_of_the_cache_key():
             "repair_interval": 32, "graph_aggregation": "layer",
         "topk": "exact", "append": "assign", "leiden_engine": "igraph", "workers": 7, "partition_timeout": 1.0, "seed": 3,
         "cuda_graphs": False, "deferred_stop": False, "group_projections": "inputs", "deterministic": True,
-        "strict": True, "centroid_budget": 64, "hierarchy": "off",
+        "strict": True, "centroid_budget": 64, "hierarchy": "auto",
     }  # fmt: skip
     assert set(changed) == set(CommunityConfig.option_names())
     digests = {CommunityConfig(**{name: value}).digest() for name, value in changed.items()}
