@@ -47,5 +47,5 @@ def test_the_scored_share_counts_a_group_as_two():
     config = CommunityConfig(hierarchy="on", budget=512)
     # 4,096 communities are 512 groups; of 16 parts each lists ceil(ceil(sqrt(512 * 64) / 2) / 16) = 6 of 8.
     assert coarse_recall.scored_share(config, 32_768) == (16 * 6 * 8 + 2 * 512) / 4096
-    assert coarse_recall.scored_share(CommunityConfig(), 131_072) == 1.0
-    assert coarse_recall.scored_share(CommunityConfig(), 262_144) == (64 * 12 * 8 + 2 * 4096) / 32_768
+    assert coarse_recall.scored_share(CommunityConfig(hierarchy="auto"), 131_072) == 1.0
+    assert coarse_recall.scored_share(CommunityConfig(hierarchy="auto"), 262_144) == (64 * 12 * 8 + 2 * 4096) / 32_768
