@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEVICE ?= cpu
 
-.PHONY: demo test ahead-of-time sanitize check matrix bench bench-small clean
+.PHONY: demo test test-all ahead-of-time sanitize check matrix bench bench-small clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+# Besides, what is marked slow.
+test-all: $(VENV)/test.stamp
+	SLOW_TESTS=1 AHEAD_OF_TIME=all $(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
 # The test suite compiles every kernel for one architecture and a part for the others; this, all for all.
 ahead-of-time: $(VENV)/test.stamp

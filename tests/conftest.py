@@ -6,6 +6,15 @@ import torch
 # The models of the suite are tiny: threads would only wait for one another.
 torch.set_num_threads(1)
 
+
+def pytest_collection_modifyitems(items):
+    """Slow tests run with SLOW_TESTS=1 (``make test-all``)."""
+    if os.environ.get("SLOW_TESTS") != "1":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: SLOW_TESTS=1 runs it"))
+
+
 # Kernels run under Triton's interpreter where there is no GPU. Triton reads this when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -29,7 +29,7 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
     products with several queries per head: ``rows`` of them for each centroid, 0 for one query.
     """
     if rows:
-        block = max(16, min(64, (4096 if parts == 1 else 2048) // rows))
+        block = max(16, min(64, (4096 if parts == 1 else 1024) // rows))
         return [{"BLOCK_C": block, "STAGES": 2, "num_warps": warps, "num_stages": 2} for warps in (8, 4)]
     if parts > 1:
         block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)

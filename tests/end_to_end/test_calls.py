@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 import ckv_compile
 from ckv_compile import backend
+from ckv_compile.policies import POLICIES
 from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.testing import TINY_VOCAB, prompt, tiny_model
@@ -210,13 +211,14 @@ def test_contexts_around_the_budget(interpreted, model, tokens, sparse):
 
 def test_an_unseen_prompt_is_dense_until_its_index_is_there(interpreted, model, monkeypatch):
     """The index is made from the keys behind the first step, a block at a time, and no step waits for it."""
-    sizes, original = [], sequences.Sequence._block_neighbors
+    policy = type(POLICIES["communities"])
+    sizes, original = [], policy.block_input
 
-    def measured(self, key, start, stop, size):
+    def measured(self, key, first, start, stop, *rest):
         sizes.append(stop - start)
-        return original(self, key, start, stop, size)
+        return original(self, key, first, start, stop, *rest)
 
-    monkeypatch.setattr(sequences.Sequence, "_block_neighbors", measured)
+    monkeypatch.setattr(policy, "block_input", measured)
     module = compiled(model, workers=1, block_size=64, append_block=16)
     cache, release, pool = DynamicCache(config=model.config), threading.Event(), sequences.shared_pool(1, 60.0)
     blocker = pool.submit(lambda stop: release.wait(30))

@@ -9,8 +9,13 @@ from ckv_compile.policies import POLICIES
 from ckv_compile.testing import prompt, tiny_model
 
 SMALL = {"min_context": 0, "workers": 0, "num_sink_tokens": 2, "recent_window": 4, "mean_size": 4, "append_block": 16}
-OTHERS = [name for name in POLICIES if name != "communities"]
-SEEING = [name for name in OTHERS if POLICIES[name].sees_prompt]
+TYPICAL = ("quest", "kmeans", "h2o", "streaming")  # one of each way to choose; the others are slow tests
+OTHERS = [
+    name if name in TYPICAL else pytest.param(name, marks=pytest.mark.slow)
+    for name in POLICIES
+    if name != "communities"
+]
+SEEING = [one for one in OTHERS if POLICIES[one if isinstance(one, str) else one.values[0]].sees_prompt]
 
 
 def compiled(model, **options):
@@ -89,7 +94,7 @@ def test_a_prompt_that_was_never_seen_is_attended_densely_and_the_report_says_wh
     assert f"which policy='{policy}' needs" in str(report)
 
 
-@pytest.mark.parametrize("policy", ["quest", "freekv", "h2o"])
+@pytest.mark.parametrize("policy", ["quest", pytest.param("freekv", marks=pytest.mark.slow), "h2o"])
 def test_inductor_computes_the_same(monkeypatch, policy):
     from ckv_compile import backend
 

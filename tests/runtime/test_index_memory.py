@@ -36,7 +36,7 @@ def test_an_index_of_a_long_context_takes_a_small_part_of_its_cache(options, mos
 
 @pytest.mark.parametrize(("tokens", "grouped", "most"), [(TOKENS, False, 0.09), (2 * TOKENS, True, 0.105)])
 def test_groups_of_communities_take_a_quarter_of_the_centroids_where_they_are_kept(tokens, grouped, most):
-    config = CommunityConfig()
+    config = CommunityConfig(hierarchy="auto")
     geometry = AttentionGeometry(36, 32, 8, 128, torch.bfloat16, torch.device("meta"))
     index = CommunityIndex(IndexShape.for_cache(config, geometry, 1, tokens), config, geometry.dtype, geometry.device)
     cache = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * tokens * geometry.dtype.itemsize

@@ -2,7 +2,7 @@
 
 The compiler runs in a process of its own (this file as a script), since this one may interpret kernels. With
 ``AHEAD_OF_TIME=all`` (``make ahead-of-time``) every kernel is compiled for each architecture; otherwise for 9.0, and for
-the others two variants of every template, others for each.
+the others one variant of every template, another for each.
 """
 
 import collections
@@ -296,7 +296,7 @@ def kernels(architecture):
         yield from projected(rows, (4096, 1024, 1024), 4096, "fp32")
 
 
-def some(all_kernels, architecture, count=2):
+def some(all_kernels, architecture, count=1):
     """A few variants of every template, beginning elsewhere for each architecture."""
     variants = collections.defaultdict(list)
     for kernel in all_kernels:
