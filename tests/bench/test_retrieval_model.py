@@ -174,6 +174,7 @@ def test_generations_within_the_budget_equal_dense(interpreted, graph, tmp_path)
         assert row["sparse_steps"] == row["decode_steps"] == 11
 
 
+@pytest.mark.slow
 def test_a_training_leaves_weights_and_a_loss_curve(monkeypatch, tmp_path, interpreted):
     stages = (Stage(64, 512, 0.5, ("lookup",), 2.0), Stage(128, 512, 0.5, ("lookup", "chain"), 2.0))
     monkeypatch.setitem(retrieval_model.SIZES, "small", TINY)
@@ -222,6 +223,7 @@ def test_unknown_families_are_named():
         retrieval_model.configuration("bert", TINY)
 
 
+@pytest.mark.slow
 def test_a_compiled_inner_model_is_called_in_the_place_of_its_own():
     model = retrieval_model.new_model("llama", TINY, seed=0)
     batch = batch_of("lookup", Drawing(0, "cpu"), 2, 64)

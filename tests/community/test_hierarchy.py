@@ -58,7 +58,8 @@ def test_communities_of_a_topic_follow_each_other():
 
 def test_short_contexts_keep_the_numbers_they_had():
     lists, _ = two_level_lists(np.random.default_rng(0))
-    most = CommunityConfig().mean_size * coarse_from(CommunityConfig())
+    config = CommunityConfig(hierarchy="auto")
+    most = config.mean_size * coarse_from(config)
     assert most == 131_072
     plain, short, long = (partition_of(lists, *case) for case in (("off",), ("auto", most), ("auto", most + 1)))
     assert np.array_equal(plain.labels, short.labels)

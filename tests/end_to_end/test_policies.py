@@ -9,7 +9,7 @@ from ckv_compile.policies import POLICIES
 from ckv_compile.testing import prompt, tiny_model
 
 SMALL = {"min_context": 0, "workers": 0, "num_sink_tokens": 2, "recent_window": 4, "mean_size": 4, "append_block": 16}
-TYPICAL = ("quest", "kmeans", "h2o", "streaming")  # one of each way to choose; the others are slow tests
+TYPICAL = ("quest", "kmeans", "h2o")  # one of each way to choose; the others are slow tests
 OTHERS = [
     name if name in TYPICAL else pytest.param(name, marks=pytest.mark.slow)
     for name in POLICIES

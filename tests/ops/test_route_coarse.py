@@ -144,7 +144,7 @@ def test_parts_list_some_each():
 
 @pytest.mark.parametrize("options", [{}, {"budget": 256}, {"mean_size": 16}, {"graph": "attention"}], ids=str)
 def test_there_is_room_for_what_parts_list(options):
-    config = CommunityConfig(**options)
+    config = CommunityConfig(hierarchy="auto", **options)
     least, slots = least_groups(config), visit_slots(config)
     assert least * GROUP >= config.budget
     assert coarse_from(config) == 4 * GROUP * least

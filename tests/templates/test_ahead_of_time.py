@@ -1,8 +1,8 @@
 """Every template in its default configuration compiles for each architecture, spills nothing and fits shared memory.
 
 The compiler runs in a process of its own (this file as a script), since this one may interpret kernels. With
-``AHEAD_OF_TIME=all`` (``make ahead-of-time``) every kernel is compiled for each architecture; otherwise for 9.0, and for
-the others one variant of every template, another for each.
+``AHEAD_OF_TIME=all`` (``make ahead-of-time``) every kernel is compiled for each architecture; otherwise three variants of
+every template for 9.0, and one for the others, another for each.
 """
 
 import collections
@@ -29,7 +29,7 @@ def processes():
     running = {}
     for architecture in SHARED:
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (read when the process is over)
-        share = "all" if architecture == 90 else os.environ.get("AHEAD_OF_TIME", "some")
+        share = os.environ.get("AHEAD_OF_TIME", "some")
         command = [sys.executable, __file__, str(architecture), share]
         process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT)
         running[architecture] = (process, output)
@@ -296,8 +296,9 @@ def kernels(architecture):
         yield from projected(rows, (4096, 1024, 1024), 4096, "fp32")
 
 
-def some(all_kernels, architecture, count=1):
+def some(all_kernels, architecture):
     """A few variants of every template, beginning elsewhere for each architecture."""
+    count = 3 if architecture == 90 else 1
     variants = collections.defaultdict(list)
     for kernel in all_kernels:
         variants[kernel[1]].append(kernel)
