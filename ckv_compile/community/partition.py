@@ -65,12 +65,6 @@ class Partition:
 
 
 @njit(nogil=True, cache=True)
-def stride_of(count, spread):
-    """Communities between two of consecutive numbers, in the order of their first positions."""
-    return max(1, -(-count // RUN)) if spread else 1
-
-
-@njit(nogil=True, cache=True)
 def _gather(labels, alone, first, run, cap, room, spread, members, starts, sizes, counts):
     """Turn labels into communities that cover every node, no more of them than ``room``.
 
@@ -128,8 +122,9 @@ def _gather(labels, alone, first, run, cap, room, spread, members, starts, sizes
                 count = kept
             small *= 2
         number = 0
-        for offset in range(stride_of(count, spread)):
-            for c in range(offset, count, stride_of(count, spread)):
+        stride = max(1, -(-count // RUN)) if spread else 1  # between communities of consecutive numbers, in the text
+        for offset in range(stride):
+            for c in range(offset, count, stride):
                 new[c] = number
                 sizes[g, number] = size[c]
                 number += 1
