@@ -3,7 +3,7 @@
     python -m bench.decode_step                                                  # Qwen3-8B: steps, then generate at 128k
     python -m bench.decode_step --arms dense ours --contexts 131072              # bare steps only
     python -m bench.decode_step --arms generate eager static                     # generate only
-    python -m bench.decode_step --arms generate eager --graph attention          # the paper's graph
+    python -m bench.decode_step --arms generate eager --graph attention --planted-edges   # the paper's graph
     python -m bench.decode_step --arms ours --contexts 1048576 --layers 18       # a million tokens, half of the layers
     python -m bench.decode_step --small --device cpu                             # does it run?
     python -m bench.decode_step --plot bench/results/decode_step-....json
@@ -23,6 +23,8 @@ without it. Time per token is that of ``--segments`` equal parts of the steady s
 ended by one synchronisation. With ``--wait-index`` the second token waits until every layer is indexed; the wait is
 reported and in no timing. ``static`` and ``dynamic`` compare ``cache_implementation="static"`` with the default, both
 through the backend, at ``--static-context``. Compilation is warmed up on short prompts, so prefill times are warm.
+Attention of random weights makes graphs unlike any text's: ``--planted-edges`` puts others in their place
+(bench/planted.py).
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from rich.table import Table
 import ckv_compile.backend
 from bench.decode_layer import fill_index, fill_slab
 from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
+from bench.planted import planted_edges
 from bench.results_file import draw, write_results
 from bench.timeline import Timeline
 from bench.timing import capture, interleaved, label_contexts, synchronize, timing
@@ -89,7 +92,7 @@ class Bench:
     def row(self, kind: str, arm: str, **entries: Any) -> dict:
         whole = self.layers == SHAPES[self.args.model].layers
         row = {"kind": kind, "arm": arm, "model": self.args.model, "layers": self.layers, "whole": whole}
-        row |= {"graph": self.args.graph, **entries}
+        row |= {"graph": self.args.graph, "planted_edges": self.args.planted_edges, **entries}
         self.rows.append(row)
         return row
 
@@ -509,6 +512,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS), help="of the bare steps, in tokens")
     parser.add_argument("--graph", default="keys", choices=("keys", "attention", "mixed"), help="what ours partitions")
+    parser.add_argument("--planted-edges", action="store_true", help="of text, in place of random weights' attention")
     parser.add_argument("--layers", type=int, help="fewer than the model has, where memory does not suffice")
     parser.add_argument("--tail", type=int, default=256, help="last tokens that are not indexed, in bare steps")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -551,7 +555,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.interpret:
         ckv_compile.backend._compile = lambda gm, *_, **__: gm.forward
     transformers.logging.set_verbosity_error()
-    with torch._dynamo.config.patch(recompile_limit=64):  # dense, dynamic, static, prefill, decode: one code object
+    edges = planted_edges() if args.planted_edges else contextlib.nullcontext()
+    with (
+        edges,
+        torch._dynamo.config.patch(recompile_limit=64),
+    ):  # dense, dynamic, static, prefill, decode: one code object
         return run(args, console)
 
 

@@ -1,6 +1,7 @@
 """A small model that does nothing but look things up, trained in minutes: dense attention finds, so what is lost shows.
 
     python -m bench.retrieval_model --seconds 240 --out build/retrieval              # train on a GPU
+    python -m bench.retrieval_model --go-on build/retrieval/llama --seconds 200      # train longer, from 2,048 tokens on
     python -m bench.retrieval_model --small --seconds 240 --out build/retrieval      # smaller and shorter, for a CPU
     python -m bench.retrieval_model --evaluate build/retrieval/llama --lengths 8192 32768 --device cuda
 
@@ -84,6 +85,16 @@ STAGES = {
         Stage(512, 4096, 0.3, FORMS, 2.0),
     ),
 }
+
+GO_ON_LENGTH = 2048  # of the first stage of a model that was trained before
+
+
+def later_stages(stages: tuple[Stage, ...], least: int = GO_ON_LENGTH) -> tuple[Stage, ...]:
+    """The stages from a length on, the last one in any case, in the same proportions of all the time."""
+    kept = [stage for stage in stages if stage.length >= least] or [stages[-1]]
+    total = sum(stage.share for stage in kept)
+    return tuple(dataclasses.replace(stage, share=stage.share / total) for stage in kept)
+
 
 # ---------------------------------------------------------------------- the model
 
@@ -277,9 +288,11 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, size: Size, stages: tuple[Stage, ...], console: Console) -> None:
         self.args, self.console = args, console
         self.model = new_model(args.family, size, args.seed).to(args.device).train()
+        if args.go_on:
+            self.model.load_state_dict(load(args.go_on, args.device, torch.float32, training=True).state_dict())
         self.inner = torch.compile(self.model.model, dynamic=True) if args.compile else self.model.model
         self.optimizers = optimizers_of(self.model, args.rate, args.matrix_rate)
-        self.draw = Drawing(args.seed, args.device)
+        self.draw = Drawing(args.seed + (args.go_on is not None), args.device)
         self.course = Course(stages)
         self.curve: list[dict] = []
         self.tokens = 0
@@ -387,7 +400,7 @@ def save(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
 def run_training(args: argparse.Namespace, console: Console) -> Path:
     kind = "small" if args.small else "full"
     folder = args.out / args.family
-    size, stages = SIZES[kind], STAGES[kind]
+    size, stages = SIZES[kind], later_stages(STAGES[kind]) if args.go_on else STAGES[kind]
     trainer = Trainer(args, size, stages, console)
     trainer.run()
     save(trainer.model, folder, torch.float16)
@@ -604,6 +617,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", default="llama", choices=FAMILIES)
     parser.add_argument("--out", type=Path, default=Path("build/retrieval"), help="folder of weights and JSON")
     parser.add_argument("--seconds", type=float, default=240.0, help="training stops then")
+    parser.add_argument("--go-on", type=Path, metavar="FOLDER", help="begin with the weights of an earlier training")
     parser.add_argument("--small", action="store_true", help="a smaller model, up to 512 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="torch's threads on the CPU")
