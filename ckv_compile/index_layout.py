@@ -28,6 +28,9 @@ NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
 CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
+ASSIGNED_AT_ONCE = (
+    2  # tokens that a step gives a community at most: more than arrive, so that those that waited are caught up
+)
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
 MOST_COVERAGE = 4  # times the fewest groups whose communities a step scores, where communities are very many
@@ -74,7 +77,8 @@ COARSE_STATE: dict[str, torch.dtype | None] = {
     "coarse_scale": torch.float32,
     "coarse_scores": torch.float32,
 }
-ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None}  # and if new tokens are assigned besides
+# and if new tokens are assigned besides
+ASSIGN_SUMMARY_STATE: dict[str, torch.dtype | None] = {"new_value": None, "log_value": None}
 # further state of policies other than communities; each names what it keeps (``ckv_compile.policies``)
 POLICY_STATE: dict[str, torch.dtype | None] = {
     "importance": torch.float32,
@@ -83,7 +87,8 @@ POLICY_STATE: dict[str, torch.dtype | None] = {
     "page_high": None,
     "last_query": torch.float32,
 }
-EMPTY = {"importance": torch.inf}  # what a buffer holds where nothing was written, if not 0
+# what a buffer holds where nothing was written, if not 0
+EMPTY = {"importance": torch.inf, "log_community": -1}
 # the state that has an entry for each community, ``[L, B, G, C, ...]``
 PER_COMMUNITY = (
     "start",
@@ -95,6 +100,11 @@ PER_COMMUNITY = (
     "community_weight",
     "mean_value",
 )
+
+
+def waiting_entry(position):
+    """Of a token in ``log_community`` that is logged and has no community yet; of numbers or of an int32 tensor."""
+    return -2 - position
 
 
 def in_blocks(config: CommunityConfig) -> bool:
@@ -247,6 +257,7 @@ class IndexShape:
             "label": (*per_graph, self.tokens),
             "log_community": (*per_graph, self.log),
             "log_mean": (*per_graph, self.log, self.centroid_dim),
+            "log_value": (*per_graph, self.log, self.centroid_dim),
             "edge_neighbor": edges,
             "edge_weight": edges,
             "candidate": (*per_row, self.places, self.slots),

@@ -20,6 +20,7 @@ import jinja2
 import torch
 import triton
 
+from ckv_compile.index_layout import ASSIGNED_AT_ONCE
 from ckv_compile.templates import load_template
 
 
@@ -416,11 +417,11 @@ def _means(query, value, others, described, attends):
 
 
 def assign_tokens(
-    new_neighbor, new_weight, new_key, state, length, first, num_graphs, sinks, lam, new_value=None, mean_value=None
-):
-    """``ckv::assign_tokens`` by its kernels: int32 ``[L, B]``. state: an ``IndexState``, which is changed.
-
-    new_neighbor, new_weight: ``[L, B, H, kappa]``. new_key and new_value: ``[L, B, Hkv, D]``.
+    new_neighbor, new_weight, new_key, state, length, first, num_graphs, sinks, lam, new_value=None, mean_value=None,
+    log_value=None,
+):  # fmt: skip
+    """``ckv::assign_tokens`` by its kernels: int32 ``[L, B]``, the tokens that got a community. state: an ``IndexState``,
+    which is changed. new_neighbor, new_weight: ``[L, B, H, kappa]``. new_key and new_value: ``[L, B, Hkv, D]``.
     """
     from ckv_compile.lowering import assign_tokens as lowering
 
@@ -430,6 +431,7 @@ def assign_tokens(
     graphs, device = (layers, batch, num_graphs), new_neighbor.device
     plan = poisoned(graphs, torch.int32, device)
     scratch = {
+        "TOKEN": poisoned(graphs, torch.int32, device),
         "COMMUNITY": poisoned((*graphs, entries), torch.int32, device),
         "INCREMENT": poisoned((*graphs, entries), torch.float32, device),
         "SUMS": poisoned((*graphs, 2), torch.float32, device),
@@ -437,16 +439,13 @@ def assign_tokens(
     shared = {
         "LABEL": state.label, "COMMUNITY_WEIGHT": state.community_weight, "TOTAL": state.total_weight,
         "NUMBER": state.num_communities, "N_INDEXED": state.n_indexed, "LOG_FIRST": state.log_first,
-        "CAPACITY": state.capacity, "LENGTH": length,
+        "CAPACITY": state.capacity, "LENGTH": length, "LOG": state.log_community,
     }  # fmt: skip
-    tensors = {
+    planned = {
         "NEIGHBOR": new_neighbor, "WEIGHT": new_weight, "GAMMA": state.gamma, "FIRST": first,
         "EDGE_NEIGHBOR": state.edge_neighbor, "EDGE_WEIGHT": state.edge_weight,
     }  # fmt: skip
     grid = lowering.programs(plans)
-    RenderedKernel("plan_tokens", [], {**plans, **lowering.plan_configs(plans)[0]})(
-        grid, {**shared, **tensors, **scratch}, plan
-    )
     commits = lowering.commit_constants(layers, batch, num_graphs, *new_key.shape[2:], entries)
     tensors = {
         "PLAN": plan,
@@ -459,16 +458,21 @@ def assign_tokens(
         "START": state.start,
         "STORED": state.stored,
         "SIZE": state.size,
-        "LOG": state.log_community,
     }
     if new_value is not None:
         commits["VALUES"] = True
-        tensors |= {"NEW_VALUE": new_value, "MEAN_VALUE": mean_value}
-    assigned = poisoned((layers, batch), torch.int32, device)
-    RenderedKernel("assign_tokens", [], {**commits, **lowering.commit_configs()[0]})(
-        grid, {**shared, **tensors, **scratch}, assigned
-    )
-    return assigned
+        tensors |= {"NEW_VALUE": new_value, "MEAN_VALUE": mean_value, "LOG_VALUE": log_value}
+    total = torch.zeros((layers, batch), dtype=torch.int32, device=device)
+    for turn in range(ASSIGNED_AT_ONCE):
+        later, assigned = {"LATER": turn > 0}, poisoned((layers, batch), torch.int32, device)
+        RenderedKernel("plan_tokens", [], {**plans, **later, **lowering.plan_configs(plans)[0]})(
+            grid, {**shared, **planned, **scratch}, plan
+        )
+        RenderedKernel("assign_tokens", [], {**commits, **later, **lowering.commit_configs()[0]})(
+            grid, {**shared, **tensors, **scratch}, assigned
+        )
+        total += assigned
+    return total
 
 
 def poisoned(shape, dtype: torch.dtype, device) -> torch.Tensor:

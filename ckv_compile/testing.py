@@ -69,6 +69,7 @@ class IndexState:
     log_mean: Tensor
     mean_at: Tensor
     mean_value: Tensor
+    log_value: Tensor
     start: Tensor
     stored: Tensor
     size: Tensor
@@ -141,6 +142,7 @@ def random_index(
         log_mean=garbage(*shape, log_room, dim, dtype=dtype),
         mean_at=garbage(*shape, room),
         mean_value=garbage(*shape, room, dim, dtype=dtype),
+        log_value=garbage(*shape, log_room, dim, dtype=dtype),
         start=garbage(*shape, room),
         stored=garbage(*shape, room),
         size=garbage(*shape, room),

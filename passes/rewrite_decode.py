@@ -297,7 +297,8 @@ def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Nod
         call = graph.call_function
         picked = call(ckv.pick_edges.default, (*kept, *picks, "keys" if keys else "attention"))
         edges = [call(operator.getitem, (picked, i)) for i in range(2)]
-        values = (state["new_value"], state["mean_value"]) if config.centroid_budget else ()
+        kept_values = ("new_value", "mean_value", "log_value") if config.centroid_budget else ()
+        values = tuple(state[name] for name in kept_values)
         arguments = (*edges, *read, *sizes, config.num_sink_tokens, 1.0 if keys else config.lam, *values)
         assigned = call(ckv.assign_tokens.default, arguments)
     graph_edit.set_example_values(graph, [picked, *edges, assigned])

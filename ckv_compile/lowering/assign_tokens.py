@@ -1,4 +1,4 @@
-"""``ckv::assign_tokens`` on CUDA: every graph plans, then each changes its own state if all of a row can."""
+"""``ckv::assign_tokens`` on CUDA: for each token all graphs plan, then each changes its own state if all of a row can."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from ckv_compile.index_layout import ASSIGNED_AT_ONCE
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
 _op = torch.ops.ckv.assign_tokens.default
@@ -39,7 +40,7 @@ def assign_tokens(
     log_community: Any, log_first: Any, label: Any, community_weight: Any, total_weight: Any, edge_neighbor: Any,
     edge_weight: Any, gamma: Any, capacity: Any, length: Any, first: Any, num_layers: int, num_kv_heads: int,
     head_dim: int, num_lists: int, kappa: int, num_graphs: int, num_sink_tokens: int, lam: float,
-    new_value: Any | None = None, mean_value: Any | None = None,
+    new_value: Any | None = None, mean_value: Any | None = None, log_value: Any | None = None,
 ) -> None:  # fmt: skip
     device = new_neighbor.get_device()
     if device.type != "cuda":
@@ -47,37 +48,42 @@ def assign_tokens(
             new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, log_mean, mean_at, start,
             stored, size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
             edge_neighbor, edge_weight, gamma, capacity, length, first, num_layers, num_kv_heads, head_dim, num_lists,
-            kappa, num_graphs, num_sink_tokens, lam, new_value, mean_value,
+            kappa, num_graphs, num_sink_tokens, lam, new_value, mean_value, log_value,
         )  # fmt: skip
     (batch,) = static_size(first)
     plans = plan_constants(num_layers, batch, num_graphs, num_lists, kappa, num_sink_tokens, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
     graphs = [num_layers, batch, num_graphs]
-    community = empty([*graphs, entries], torch.int32, device)
-    increment = empty([*graphs, entries], torch.float32, device)
-    sums = empty([*graphs, 2], torch.float32, device)
+    scratch = [
+        empty(graphs, torch.int32, device),
+        empty([*graphs, entries], torch.int32, device),
+        empty([*graphs, entries], torch.float32, device),
+        empty([*graphs, 2], torch.float32, device),
+    ]
     edges = fixed(edge_neighbor, edge_weight)
     read = fixed(
         new_neighbor, new_weight, label, community_weight, total_weight, gamma, num_communities, n_indexed, log_first,
-        capacity, length, first,
-    )  # fmt: skip
-    planned = plan(
-        [*read, *edges, community, increment, sums], (graphs, torch.int32),
-        [*edges, community, increment, sums], plans, plan_configs(plans),
+        log_community, capacity, length, first,
     )  # fmt: skip
     state = fixed(
         centroid, centroid_scale, log_mean, mean_at, start, stored, size, num_communities, n_indexed, log_community,
         label, community_weight, total_weight,
     )  # fmt: skip
-    read = [*fixed(planned), community, increment, sums, *fixed(new_key, channel_scale, log_first, capacity, length)]
+    new = fixed(new_key, channel_scale, log_first, capacity, length)
     commits = commit_constants(num_layers, batch, num_graphs, num_kv_heads, head_dim, entries)
-    inputs = [*read, *state]
+    values = []
     if new_value is not None:
         commits["VALUES"] = True
-        (mean_value,) = fixed(mean_value)
-        inputs += [*fixed(new_value), mean_value]
-        state = [*state, mean_value]
-    commit(inputs, ([num_layers, batch], torch.int32), state, commits, commit_configs())
+        values = fixed(new_value, log_value, mean_value)
+    for turn in range(ASSIGNED_AT_ONCE):
+        later = {"LATER": turn > 0}
+        planned = plan(
+            [*read, *edges, *scratch], (graphs, torch.int32), [*edges, *scratch], plans | later, plan_configs(plans)
+        )
+        commit(
+            [*fixed(planned), *scratch, *new, *state, *values], ([num_layers, batch], torch.int32), [*state, *values[1:]],
+            commits | later, commit_configs(),
+        )  # fmt: skip
     return None
 
 

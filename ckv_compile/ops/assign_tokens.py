@@ -1,4 +1,4 @@
-"""``ckv::assign_tokens``: give a new token its community in every layer and update the index (eq. 6 and 7).
+"""``ckv::assign_tokens``: log a new token and give it, or older ones, a community in every layer (eq. 6 and 7).
 
 It runs once, after the attention of all layers: that has written the keys and, through ``ckv::pick_edges``, the edges
 which this one reads, so that no compiler moves it before an operator that still reads ``n_indexed`` or the communities
@@ -28,6 +28,7 @@ def _check(
     lam: float,
     new_value: Tensor | None,
     mean_value: Tensor | None,
+    log_value: Tensor | None,
 ) -> None:
     require(new_neighbor.dtype == torch.int32, "new_neighbor", "be int32", new_neighbor.dtype)
     require(new_weight.dtype == torch.float32, "new_weight", "be float32", new_weight.dtype)
@@ -50,11 +51,10 @@ def _check(
         num_graphs,
     )
     require_at_least("num_sink_tokens", num_sink_tokens, 0)
-    require(
-        (mean_value is None) == (new_value is None), "mean_value", "be given exactly where new_value is", mean_value
-    )
-    if new_value is not None and mean_value is not None:
-        require(mean_value.dtype == new_value.dtype, "mean_value", f"be {new_value.dtype}", mean_value.dtype)
+    for name, state in (("mean_value", mean_value), ("log_value", log_value)):
+        require((state is None) == (new_value is None), name, "be given exactly where new_value is", state)
+        if new_value is not None and state is not None:
+            require(state.dtype == new_value.dtype, name, f"be {new_value.dtype}", state.dtype)
     require(0.0 <= lam <= 1.0, "lam", "be between 0 and 1", lam)
 
 
@@ -93,11 +93,12 @@ def _assign_tokens(
     lam: float,
     new_value: Tensor | None = None,
     mean_value: Tensor | None = None,
+    log_value: Tensor | None = None,
 ) -> None:
     from ckv_compile.reference.assign_tokens import assign_tokens
 
     sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value, log_value)
     assign_tokens(
         new_neighbor,
         new_weight,
@@ -127,6 +128,7 @@ def _assign_tokens(
         lam,
         new_value,
         mean_value,
+        log_value,
     )
 
 
@@ -165,9 +167,10 @@ def _assign_tokens_fake(
     lam: float,
     new_value: Tensor | None = None,
     mean_value: Tensor | None = None,
+    log_value: Tensor | None = None,
 ) -> None:
     sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value)
+    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value, log_value)
 
 
 register_op(
@@ -177,7 +180,8 @@ register_op(
     "Tensor(g!) log_community, Tensor log_first, Tensor(h!) label, Tensor(i!) community_weight, "
     "Tensor(j!) total_weight, Tensor(k!) edge_neighbor, Tensor(l!) edge_weight, Tensor gamma, Tensor capacity, "
     "Tensor length, Tensor first, int num_layers, int num_kv_heads, int head_dim, int num_lists, int kappa, "
-    "int num_graphs, int num_sink_tokens, float lam, Tensor? new_value=None, Tensor(o!)? mean_value=None) -> ()",
+    "int num_graphs, int num_sink_tokens, float lam, Tensor? new_value=None, Tensor(o!)? mean_value=None, "
+    "Tensor(q!)? log_value=None) -> ()",
     _assign_tokens,
     _assign_tokens_fake,
 )

@@ -1,19 +1,21 @@
-"""Give a new token its community in every layer and update the index."""
+"""Log a new token, give the oldest tokens that have none their community, in every layer, and update the index."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ckv_compile.index_layout import ASSIGNED_AT_ONCE, waiting_entry
 from ckv_compile.reference.encode_centroids import decode_centroids, encode_centroids
 from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
 
 
 class Assignment(NamedTuple):
-    """What one new token changes in one graph."""
+    """What one token changes in one graph."""
 
     community: int
     is_new: bool
@@ -56,12 +58,13 @@ def assign_tokens(
     lam: float,
     new_value: Tensor | None = None,
     mean_value: Tensor | None = None,
+    log_value: Tensor | None = None,
 ) -> None:
     """``assign_token`` in every layer, with the edges of ``pick_edges``.
 
     new_neighbor int32, new_weight float32: [L, B, num_lists, kappa]. Flat state that is read: new_key
-    [L, B, num_kv_heads, head_dim] (key dtype), and new_value like it where mean_value is given. capacity: that of any
-    layer. The rest is as ``assign_token`` has it.
+    [L, B, num_kv_heads, head_dim] (key dtype), and new_value like it where mean_value and log_value are given.
+    capacity: that of any layer. The rest is as ``assign_token`` has it.
     """
     batch = first.shape[0]
     lists = (batch, num_lists, kappa)
@@ -76,7 +79,7 @@ def assign_tokens(
             layer_state(new_key, layer, (batch, num_kv_heads, head_dim), "new_key"),
             *state, capacity, length, first, layer, num_graphs, num_sink_tokens, lam,
             None if new_value is None else layer_state(new_value, layer, (batch, num_kv_heads, head_dim), "new_value"),
-            mean_value,
+            mean_value, log_value,
         )  # fmt: skip
 
 
@@ -111,8 +114,9 @@ def assign_token(
     lam: float,
     new_value: Tensor | None = None,
     mean_value: Tensor | None = None,
+    log_value: Tensor | None = None,
 ) -> None:
-    """Assign the token at position ``length`` (CommunityKV, eq. 6 and 7) and advance ``n_indexed``.
+    """Log the token at ``length``, assign the oldest that wait (CommunityKV, eq. 6 and 7), and advance ``n_indexed``.
 
     neighbor int32, weight float32: [B, H, kappa] lists of ``approximate_edges`` (H = Hq) or ``key_edges`` (H = G);
     graph g adds up the edges of its H // G lists. A list is a set: negative, repeated and unlabelled positions and
@@ -123,10 +127,13 @@ def assign_token(
     num_communities [L, B, G]; n_indexed and log_first [L, B]; log_community [L, B, G, E]; label [L, B, G, N];
     community_weight [L, B, G, C], total_weight and gamma [L, B, G] (float32); edge_neighbor and edge_weight (float32)
     [L, B, H, E, kappa]; mean_value [L, B, G, C, D] where it is kept, for the values, of which new_value [B, Hkv, D] are
-    what key_new is of the keys.
-    The edges are kept wherever slot length - log_first exists, for the next partition. The rest of a row changes only
-    if every token before this one is indexed, the token is no sink, the log and the labels have room, and every graph
-    that needs a new community has room for one. Otherwise the token stays in the tail.
+    what key_new is of the keys, and log_value [L, B, G, E, D] what log_mean is.
+
+    The new token is logged wherever slot length - log_first exists: its edges, for the next partition too, its own key
+    and value in log_mean and log_value, and ``waiting_entry`` in log_community, which says that all this is there. Then
+    up to ASSIGNED_AT_ONCE tokens are assigned, one after the other: each time that at ``n_indexed``, which is the new one
+    unless some arrived while a partition was made. A row changes only if that token waits in the log, is no sink, the
+    labels have room, and every graph that needs a new community has room for one. Otherwise it stays in the tail.
     As in the graph of the prefill, a token's tie with itself is left out (eq. 3 has it), a deviation.
 
     Mean keys are kept only of communities that have gained members since they were published, which are no more than
@@ -145,68 +152,62 @@ def assign_token(
     indexed = layer_state(n_indexed, layer, rows, "n_indexed")
     starts = layer_state(log_first, layer, rows, "log_first").tolist()
     nodes = [begin + num_sink_tokens for begin in first.tolist()]  # first position of a row that is in the graph
-    # The next partition needs the edges whether or not the token is assigned now.
     kept_neighbor = layer_state(edge_neighbor, layer, (batch, lists, max_log, kappa), "edge_neighbor")
     kept_weight = layer_state(edge_weight, layer, (batch, lists, max_log, kappa), "edge_weight")
-    logged = [row for row in range(batch) if 0 <= position - starts[row] < max_log]
-    for row in logged:
+    log = layer_state(log_community, layer, (*graphs, max_log), "log_community")
+    keys = _of_graphs(key_new, num_graphs)
+    means = layer_state(log_mean, layer, (*graphs, max_log, keys.shape[2]), "log_mean")
+    values = logged_values = mean_values = None
+    if new_value is not None and mean_value is not None and log_value is not None:
+        values = _of_graphs(new_value, num_graphs)
+        mean_values = layer_state(mean_value, layer, (*communities, values.shape[2]), "mean_value")
+        logged_values = layer_state(log_value, layer, (*graphs, max_log, values.shape[2]), "log_value")
+    for row in range(batch):
         slot = position - starts[row]
-        kept_neighbor[row, :, slot] = neighbor[row].to(kept_neighbor.dtype)
-        kept_weight[row, :, slot] = weight[row]
-    ready = [row for row in logged if int(indexed[row]) == position and nodes[row] <= position < max_tokens]
-    if not ready:
-        return
+        if 0 <= slot < max_log:
+            kept_neighbor[row, :, slot] = neighbor[row].to(kept_neighbor.dtype)
+            kept_weight[row, :, slot] = weight[row]
+            log[row, :, slot] = waiting_entry(position)
+            means[row, :, slot] = keys[row]
+            if values is not None and logged_values is not None:
+                logged_values[row, :, slot] = values[row]
+
     labels = layer_state(label, layer, (*graphs, max_tokens), "label")
     number = layer_state(num_communities, layer, graphs, "num_communities")
-    log = layer_state(log_community, layer, (*graphs, max_log), "log_community")
     weights = layer_state(community_weight, layer, communities, "community_weight")
     totals = layer_state(total_weight, layer, graphs, "total_weight")
     gammas = layer_state(gamma, layer, graphs, "gamma").tolist()
     sizes = layer_state(size, layer, communities, "size")
     starts_of = layer_state(start, layer, communities, "start")
     stored_of = layer_state(stored, layer, communities, "stored")
-    keys = _of_graphs(key_new, num_graphs)
-    values = None
-    if new_value is not None and mean_value is not None:
-        values = _of_graphs(new_value, num_graphs)
-        mean_values = layer_state(mean_value, layer, (*communities, values.shape[2]), "mean_value")
-    means = layer_state(log_mean, layer, (*graphs, max_log, keys.shape[2]), "log_mean")
     newest = layer_state(mean_at, layer, communities, "mean_at")
     codes = layer_state(centroid, layer, (*communities, keys.shape[2]), "centroid")
     scales = layer_state(centroid_scale, layer, communities, "centroid_scale")
     channels = layer_state(channel_scale, layer, (*graphs, keys.shape[2]), "channel_scale")
 
-    grouped = neighbor.reshape(batch, num_graphs, lists // num_graphs * kappa)
-    known = labels.gather(2, grouped.long().clamp(0, max_tokens - 1))
-    of_neighbor = known.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
-    neighbors = neighbor.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
-    alphas = weight.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
-    numbers, total = number.tolist(), totals.tolist()
-    current = weights.gather(2, known.long().clamp(0, max_communities - 1))
-    current_weights = current.view(batch, num_graphs, lists // num_graphs, kappa).tolist()
-
-    for row in ready:
-        slot = position - starts[row]
+    for _, row in itertools.product(range(ASSIGNED_AT_ONCE), range(batch)):
+        token = int(indexed[row])
+        slot = token - starts[row]
+        if not (nodes[row] <= token <= position and token < max_tokens and 0 <= slot < max_log):
+            continue
+        if int(log[row, 0, slot]) != waiting_entry(token):
+            continue
         plans = []
         for graph in range(num_graphs):
-            listed, label_of, weight_of = [], {position: -1}, {}
-            for head in range(lists // num_graphs):
+            listed, label_of, weight_of = [], {token: -1}, {}
+            for head in range(graph * lists // num_graphs, (graph + 1) * lists // num_graphs):
                 entries: dict[int, float] = {}
-                for j, alpha, community, held in zip(
-                    neighbors[row][graph][head],
-                    alphas[row][graph][head],
-                    of_neighbor[row][graph][head],
-                    current_weights[row][graph][head],
-                    strict=True,
-                ):
-                    is_node = nodes[row] <= j < position and 0 <= community < max_communities
-                    if (is_node or j == position) and alpha > 0 and math.isfinite(alpha) and j not in entries:
+                edges = kept_neighbor[row, head, slot].tolist(), kept_weight[row, head, slot].tolist()
+                for j, alpha in zip(*edges, strict=True):
+                    community = int(labels[row, graph, j]) if nodes[row] <= j < token else -1
+                    is_node = 0 <= community < max_communities
+                    if (is_node or j == token) and alpha > 0 and math.isfinite(alpha) and j not in entries:
                         entries[j] = alpha
                         if is_node:
-                            label_of[j], weight_of[community] = community, held
+                            label_of[j], weight_of[community] = community, float(weights[row, graph, community])
                 listed.append(entries)
-            before = total[row][graph], gammas[row][graph], numbers[row][graph]
-            plans.append(_choose(position, listed, label_of, weight_of, *before, lam))
+            before = float(totals[row, graph]), gammas[row][graph], int(number[row, graph])
+            plans.append(_choose(token, listed, label_of, weight_of, *before, lam))
         if any(plan.community >= max_communities for plan in plans):
             continue
         for graph, plan in enumerate(plans):
@@ -218,25 +219,26 @@ def assign_token(
                 stored_of[at] = 0
                 sizes[at] = 0
                 weights[at] = 0
-                if values is not None:
+                if mean_values is not None:
                     mean_values[at] = 0
+            own = means[row, graph, slot].clone()
             if sizes[at] == 0:
-                old = keys[row, graph]
+                old = own
             elif sizes[at] > stored_of[at]:
                 old = means[row, graph, int(newest[at])]
             else:
                 old = decode_centroids(codes[at][None], scales[at][None], channels[row, graph])[0]
             sizes[at] += 1
-            mean = _moved(old, keys[row, graph], sizes[at])
+            mean = _moved(old, own, sizes[at])
             means[row, graph, slot], newest[at] = mean, slot
-            if values is not None:
-                mean_values[at] = _moved(mean_values[at], values[row, graph], sizes[at])
+            if mean_values is not None and logged_values is not None:
+                mean_values[at] = _moved(mean_values[at], logged_values[row, graph, slot], sizes[at])
             code, scale = encode_centroids(mean[None], channels[row, graph])
             codes[at], scales[at] = code[0], scale[0]
             for community, increment in plan.community_increments.items():
                 weights[row, graph, community] += increment
             totals[row, graph] += plan.total_increment
-            labels[row, graph, position] = chosen
+            labels[row, graph, token] = chosen
             log[row, graph, slot] = chosen
         indexed[row] += 1
 

@@ -23,7 +23,7 @@ from ckv_compile.index_layout import (
     num_groups,
     state_dtypes,
 )
-from ckv_compile.reference.encode_centroids import decode_centroids
+from ckv_compile.runtime import token_log
 from ckv_compile.runtime.statistics import LayerPartition
 from ckv_compile.runtime.transfer import to_device
 
@@ -53,6 +53,7 @@ class CommunityIndex:
         self.together = device.type == "cuda"  # what is published is written by ``flush``, in a few launches
         self._writes: list[BlockWrite] = []
         self._counted: set[int] = set()  # layers whose counters ``flush`` sets
+        self._behind: dict[int, token_log.Behind] = {}  # layers whose log begins anew when they are counted
         self._ungrouped: dict[int, int] = {}  # layers whose groups ``flush`` makes, from that of this community on
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -107,14 +108,17 @@ class CommunityIndex:
                 self.forget_assigned(layer)
             if self.log_starts[layer] > length:
                 self.begin_log(length, layer)
+            elif assigns_tokens(self.config):
+                token_log.invalidate(self, layer, length)
 
     def begin_log(self, position: int, layer: int | None = None) -> None:
-        """Decode steps log the tokens from here on, in one layer or in all.
+        """Decode steps log the tokens from here on, in one layer or in all; the log is empty.
 
         Means in the log are lost, so no step may assign a token before ``size`` is ``stored`` again.
         """
         layers = range(self.shape.layers) if layer is None else [layer]
         (self.log_first if layer is None else self.log_first[layer]).fill_(position)
+        (self.log_community if layer is None else self.log_community[layer]).fill_(-1)
         for one in layers:
             self.log_starts[one] = position
 
@@ -141,12 +145,13 @@ class CommunityIndex:
         return larger
 
     def append_block(
-        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
-    ) -> None:
+        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None,
+        length: int = 0,
+    ) -> None:  # fmt: skip
         """Publish the partition of positions ``start .. stop - 1`` behind what the layer has.
 
-        block: positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``. value: the same of V, needed where the index
-        keeps mean values.
+        block: positions relative to ``start``. key: ``[B, Hkv, >= stop, D]``, of the ``length`` tokens that the cache holds
+        where steps assign tokens. value: the same of V, needed where the index keeps mean values.
         """
         at = self.used[layer]
         upto = at + block.start.shape[-1]
@@ -157,23 +162,27 @@ class CommunityIndex:
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
         self._group(layer, at)
+        self._leave_behind(layer, stop, length, key, value)
         self._count(layer)
 
     def replace(
-        self, layer: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
-    ) -> None:
-        """Publish a partition of positions ``0 .. stop - 1`` in place of what the layer has."""
+        self, layer: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None,
+        length: int = 0,
+    ) -> None:  # fmt: skip
+        """Publish a partition of positions ``0 .. stop - 1`` in place of what the layer has, as ``append_block`` does."""
         upto = block.start.shape[-1]
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
         self._write(layer, 0, 0, block, key, value, anew=True)
         self.used[layer] = upto
         self.marks[layer] = [(stop, upto)]
         self._group(layer, 0)
+        self._leave_behind(layer, stop, length, key, value)
         self._count(layer)
 
     def join_blocks(
-        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None
-    ) -> None:
+        self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None,
+        length: int = 0,
+    ) -> None:  # fmt: skip
         """Publish one partition of positions ``start .. stop - 1`` in place of the blocks that cover exactly them.
 
         Communities of later blocks keep their members and get the numbers behind it. Arguments as for ``append_block``.
@@ -204,6 +213,17 @@ class CommunityIndex:
         self._group(layer, at)
         self.flush()
         self.count_communities(layer, used + moved)
+        self._leave_behind(layer, self.marks[layer][-1][0], length, key, value)
+        self._relog()
+
+    def _leave_behind(self, layer: int, stop: int, length: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Tokens from ``stop`` on that steps logged wait for a community once the layer is counted."""
+        if assigns_tokens(self.config):
+            self._behind[layer] = token_log.Behind(self.log_starts[layer], stop, length, key, value)
+
+    def _relog(self) -> None:
+        behind, self._behind = self._behind, {}
+        token_log.begin_behind(self, behind)
 
     def flush(self) -> None:
         """Write what was published since; steps read it from here on. For the caller's thread, between steps."""
@@ -227,10 +247,7 @@ class CommunityIndex:
         if self.shape.groups:
             put(self.num_grouped, used)
         put(self.n_indexed, stop)
-        if assigns_tokens(self.config):
-            put(self.log_first, stop)
-            for layer, _, position in shown:
-                self.log_starts[layer] = position
+        self._relog()
 
     def _add_weights(self, writes: list[BlockWrite]) -> None:
         """Total weights and resolutions of layers, after writes in their order."""
@@ -259,8 +276,7 @@ class CommunityIndex:
         stop, used = self.marks[layer][-1]
         self.count_communities(layer, used)
         self.n_indexed[layer].fill_(stop)
-        if assigns_tokens(self.config):
-            self.begin_log(stop, layer)
+        self._relog()
 
     def count_communities(self, layer: int, used: int) -> None:
         """A layer has so many communities, all of them in groups if these are kept."""
@@ -344,17 +360,6 @@ class CommunityIndex:
         code, scale = torch.ops.ckv.encode_centroids(mean, self.channel_scale[layer][place[:2]])
         self.centroid[layer][place].copy_(code)
         self.centroid_scale[layer][place].copy_(scale)
-
-    def scatter_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
-        """Mean keys ``[c, D]`` of the communities at ``place`` of the layer: int64 row, graph and community, each [c]."""
-        code, scale = torch.ops.ckv.encode_centroids(mean[:, None], self.channel_scale[layer][place[:2]])
-        self.centroid[layer].index_put_(place, code[:, 0])
-        self.centroid_scale[layer].index_put_(place, scale[:, 0])
-
-    def gather_centroids(self, layer: int, place: tuple) -> torch.Tensor:
-        """What the centroids at ``place``, as for ``scatter_centroids``, decode to: float32 ``[c, D]``."""
-        code, scale = self.centroid[layer][place], self.centroid_scale[layer][place]
-        return decode_centroids(code[:, None], scale[:, None], self.channel_scale[layer][place[:2]])[:, 0]
 
     def _device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
+from ckv_compile.index_layout import waiting_entry
 from ckv_compile.testing import nominal_state, random_index
 
 assign_tokens = torch.ops.ckv.assign_tokens
@@ -194,6 +195,20 @@ def test_repeated_and_unusable_entries_are_skipped():
         assert torch.equal(getattr(index, name).nan_to_num(), getattr(before, name).nan_to_num())
 
 
+def log_as_waiting(index, neighbor, weight, key_new, length):
+    """What a step leaves in the log of a token without a community."""
+    graphs = index.num_communities.shape[2]
+    key = key_new[:, :, 0]
+    own = key.flatten(1)[:, None] if graphs == 1 else key.repeat_interleave(graphs // key.shape[1], 1)
+    for row in range(neighbor.shape[0]):
+        slot = length - int(index.log_first[LAYER, row])
+        if 0 <= slot < index.edge_weight.shape[3]:
+            index.edge_neighbor[LAYER, row, :, slot] = neighbor[row]
+            index.edge_weight[LAYER, row, :, slot] = weight[row]
+            index.log_community[LAYER, row, :, slot] = waiting_entry(length)
+            index.log_mean[LAYER, row, :, slot] = own[row]
+
+
 @pytest.mark.parametrize(
     ("options", "length", "reason"),
     [
@@ -203,22 +218,14 @@ def test_repeated_and_unusable_entries_are_skipped():
         ({"tokens_room": 40}, 40, "no label left"),
     ],
 )
-def test_row_that_cannot_take_the_token_keeps_only_its_edges(options, length, reason):
+def test_row_that_cannot_take_the_token_only_logs_it(options, length, reason):
     neighbor, weight, key_new, index, first = case(**options)
     before = index.clone()
     run(neighbor, weight, key_new, index, first, length)
-    for name in MUTATED:
+    log_as_waiting(before, neighbor, weight, key_new, length)
+    for name in STATE:
         a, b = getattr(index, name), getattr(before, name)
         assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changed in spite of {reason}"
-    for row in range(2):
-        slot = length - int(index.log_first[LAYER, row])
-        if 0 <= slot < index.edge_weight.shape[3]:
-            assert torch.equal(index.edge_neighbor[LAYER, row, :, slot], neighbor[row])
-            assert torch.equal(index.edge_weight[LAYER, row, :, slot], weight[row])
-            before.edge_neighbor[LAYER, row, :, slot] = neighbor[row]
-            before.edge_weight[LAYER, row, :, slot] = weight[row]
-    assert torch.equal(index.edge_neighbor, before.edge_neighbor)
-    assert torch.equal(index.edge_weight.nan_to_num(), before.edge_weight.nan_to_num())
 
 
 def test_full_graph_keeps_the_row_as_it_is_and_other_rows_go_on():
@@ -230,6 +237,7 @@ def test_full_graph_keeps_the_row_as_it_is_and_other_rows_go_on():
     before = index.clone()
     run(neighbor, weight, key_new, index, first)
     assert index.n_indexed[LAYER].tolist() == [40, 41]
+    log_as_waiting(before, neighbor, weight, key_new, 40)
     for name in MUTATED:
         a, b = getattr(index, name), getattr(before, name)
         assert torch.equal(a[LAYER, 0].nan_to_num(), b[LAYER, 0].nan_to_num())
@@ -252,6 +260,37 @@ def test_a_run_of_tokens_keeps_sizes_and_weights_consistent():
         assert torch.equal(index.log_community[at][graph][:24], index.label[at][graph][36:60])
         total = index.community_weight[at][graph][:number].sum()
         torch.testing.assert_close(total, index.total_weight[at][graph])
+
+
+@pytest.mark.parametrize(("heads", "graphs"), [(2, 2), (2, 1)])
+def test_tokens_that_wait_are_caught_up_as_if_they_had_not(heads, graphs):
+    """Six arrive while nothing may be assigned; then two are at every step, until the newest one is."""
+    neighbor, weight, key_new, index, first = case(heads, graphs, log_room=32, communities_room=40, tokens_room=64)
+    index.community_weight[LAYER] = index.community_weight[LAYER].nan_to_num()
+    behind = index.clone()
+    behind.n_indexed[:] = 3  # no node yet: nothing is assigned
+    for length in range(40, 53):
+        neighbor = torch.randint(4, length + 1, neighbor.shape, dtype=torch.int32)
+        weight, key_new = torch.rand_like(weight), torch.randn_like(key_new)
+        if length == 46:
+            behind.n_indexed[:] = 40
+        run(neighbor, weight, key_new, index, first, length)
+        run(neighbor, weight, key_new, behind, first, length)
+        assert index.n_indexed[LAYER].eq(length + 1).all()
+        assert behind.n_indexed[LAYER].eq(3 if length < 46 else min(40 + 2 * (length - 45), length + 1)).all()
+    behind.n_indexed[0] = index.n_indexed[0]
+    for name in STATE:
+        assert torch.equal(getattr(behind, name).nan_to_num(), getattr(index, name).nan_to_num()), name
+
+
+def test_a_token_that_was_not_logged_ends_the_catching_up():
+    neighbor, weight, key_new, index, first = case(log_room=32, communities_room=40, tokens_room=64)
+    before = index.clone()
+    for length in (41, 42, 43):  # nobody logged 40
+        run(neighbor, weight, key_new, index, first, length)
+    assert index.n_indexed[LAYER].tolist() == [40, 40]
+    assert torch.equal(index.size[LAYER], before.size[LAYER])
+    assert torch.equal(index.label[LAYER], before.label[LAYER])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -355,6 +394,7 @@ def test_mean_values_move_like_mean_keys(heads, graphs):
         first,
         new_value=nominal_state(new_value),
         mean_value=index.nominal("mean_value"),
+        log_value=index.nominal("log_value"),
     )
     for row, graph in np.ndindex(2, graphs):
         at = (LAYER, row, graph)
@@ -378,14 +418,17 @@ def test_a_new_community_begins_with_the_new_value():
         first,
         new_value=nominal_state(new_value),
         mean_value=index.nominal("mean_value"),
+        log_value=index.nominal("log_value"),
     )
     assert torch.equal(index.mean_value[LAYER, :, :, 8], value)
     assert index.size[LAYER, :, :, 8].eq(1).all()
 
 
-def test_a_new_value_needs_a_mean_to_move():
-    with pytest.raises(ValueError, match="mean_value must be given exactly where new_value is"):
-        run(*case(), new_value=torch.zeros(1))
+@pytest.mark.parametrize("missing", ["mean_value", "log_value"])
+def test_a_new_value_needs_a_mean_to_move_and_a_place_in_the_log(missing):
+    given = {name: torch.zeros(1) for name in ("new_value", "mean_value", "log_value") if name != missing}
+    with pytest.raises(ValueError, match=f"{missing} must be given exactly where new_value is"):
+        run(*case(), **given)
 
 
 def test_opcheck_with_values():
@@ -395,5 +438,5 @@ def test_opcheck_with_values():
     torch.library.opcheck(
         assign_tokens.default,
         (*new, *state, index.capacity, torch.tensor([40]), torch.tensor(first, dtype=torch.int32), 2, 2, 5, 6, KAPPA, 2,
-         SINKS, 0.5, new[2], index.mean_value.nan_to_num()),
+         SINKS, 0.5, new[2], index.mean_value.nan_to_num(), index.log_value.nan_to_num()),
     )  # fmt: skip

@@ -158,7 +158,7 @@ ckv_first int32 [2]; ckv_capacity_L int32 [4]; ckv_n_indexed int32 [1]; ckv_num_
     ckv_label int32 [1]; ckv_community_weight float32 [1]; ckv_total_weight float32 [1]; ckv_gamma float32
     [1]; ckv_edge_neighbor int32 [1]; ckv_edge_weight float32 [1]; ckv_candidate int32 [1];
     ckv_candidate_score float32 [1]; ckv_candidate_rest int64 [1]; ckv_candidate_norm float32 [1]; ckv_new_key
-    float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]
+    float32 [1]; ckv_mean_value float32 [1]; ckv_new_value float32 [1]; ckv_log_value float32 [1]
 route(query, ckv_centroid, ckv_centroid_scale, ckv_channel_scale, ckv_size, ckv_start, ckv_stored,
     ckv_num_communities, ckv_capacity_L, ckv_scores, layer=L, num_graphs=2, num_kv_heads=2, scale=0.25,
     score='max', position, slots=2048) -> [0] -> retrieve, [1] -> retrieve
@@ -182,7 +182,7 @@ assign_tokens(pick_edges[0], pick_edges[1], ckv_new_key, ckv_centroid, ckv_centr
     ckv_log_community, ckv_log_first, ckv_label, ckv_community_weight, ckv_total_weight, ckv_edge_neighbor,
     ckv_edge_weight, ckv_gamma, ckv_capacity_*, position, ckv_first, num_layers=*, num_kv_heads=2,
     head_dim=16, num_lists=4, kappa=8, num_graphs=2, num_sink_tokens=1, lam=0.5, ckv_new_value,
-    ckv_mean_value)""",
+    ckv_mean_value, ckv_log_value)""",
     )
 
 

@@ -1,7 +1,5 @@
 """What workers bring back is written to an index: by kernels as on the host, in few launches, tokens in between too."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -9,70 +7,52 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import IndexShape
+from ckv_compile.index_layout import IndexShape, waiting_entry
 from ckv_compile.rendered import RenderedKernel
-from ckv_compile.runtime import publication
 from ckv_compile.runtime.index import CommunityIndex
+from ckv_compile.runtime.token_log import Behind, begin_behind
 from ckv_compile.testing import bare_sequence
 
-USED, STOP, DIM = 3, 12, 4  # communities and tokens of the partition
 
-
+@pytest.mark.parametrize(("base", "stop"), [(10, 10), (10, 13), (10, 8), (10, 17), (10, 30)])
 @pytest.mark.parametrize(("heads", "graphs"), [(2, 2), (2, 1), (2, 4)])
-def test_tokens_join_the_mean_keys_and_values_of_their_communities(heads, graphs):
-    config = CommunityConfig(graph="attention", centroid_budget=4)
-    width = heads * DIM if graphs == 1 else DIM
+def test_the_log_begins_anew_with_the_tokens_that_have_come_since(heads, graphs, base, stop):
+    config, room, length, dim = CommunityConfig(graph="attention", centroid_budget=4), 12, 17, 4
+    width = heads * dim if graphs == 1 else dim
     shape = IndexShape(
-        layers=2, batch=2, graphs=graphs, lists=graphs, centroid_dim=width, communities=9, tokens=20, log=8, kappa=4,
-        kv_heads=heads, head_dim=DIM, places=graphs, slots=8, rests=8,
+        layers=4, batch=2, graphs=graphs, lists=graphs, centroid_dim=width, communities=9, tokens=40, log=room, kappa=3,
+        kv_heads=heads, head_dim=dim, places=graphs, slots=8, rests=8,
     )  # fmt: skip
     index = CommunityIndex(shape, config, torch.float32, torch.device("cpu"))
-    for buffer in (index.log_mean, index.mean_value):
-        buffer.fill_(torch.nan)
-    key, value = torch.randn(2, heads, 20, DIM), torch.randn(2, heads, 20, DIM)
-
-    def mean_of(cache, row, graph, tokens):
-        kept = cache[row] if graphs == 1 else cache[row, graph * heads // graphs][None]
-        return kept[:, tokens].mean(1).flatten()
-
-    members = {c: list(range(c, STOP, USED)) for c in range(USED)}
-    index.used[1] = USED
-    index.size[1, :, :, :USED] = index.stored[1, :, :, :USED] = STOP // USED
-    index.channel_scale.fill_(1.0)
-    index.centroid_scale[1].fill_(torch.nan)
-    for row in range(2):
-        for graph in range(graphs):
-            for c, tokens in members.items():
-                place = (row, graph, slice(c, c + 1))
-                index.write_centroids(1, place, mean_of(key, row, graph, tokens)[None])
-                index.mean_value[1, row, graph, c] = mean_of(value, row, graph, tokens)
-    sequence = types.SimpleNamespace(
-        index=index, shape=shape, config=config, keys=[None, key].__getitem__, values=[None, value].__getitem__
-    )
-    codes = index.centroid[1, :, :, :USED].float() * index.centroid_scale[1, :, :, :USED, None]
-    joined = np.broadcast_to(np.array([0, USED, 0, 2], np.int32), (2, graphs, 4))  # one opens a community
-    publication._join_centroids(sequence, 1, STOP, joined, USED + 1)
-    for position, c in enumerate(joined[0, 0].tolist()):
-        members.setdefault(c, []).append(STOP + position)
-    for row in range(2):
-        for graph in range(graphs):
-            for c, tokens in members.items():
-                assert index.size[1, row, graph, c] == len(tokens)
-                if c in joined:
-                    new = [token for token in tokens if token >= STOP]
-                    total = mean_of(key, row, graph, new) * len(new)
-                    if c < USED:
-                        total = total + codes[row, graph, c] * (STOP // USED)
-                    mean = index.log_mean[1, row, graph, new[-1] - STOP]
-                    assert index.mean_at[1, row, graph, c] == new[-1] - STOP
-                    torch.testing.assert_close(mean, total / len(tokens))
-                    code, scale = torch.ops.ckv.encode_centroids(mean[None], index.channel_scale[1, row, graph])
-                    assert torch.equal(index.centroid[1, row, graph, c], code[0])
-                    assert index.centroid_scale[1, row, graph, c] == scale[0]
-                torch.testing.assert_close(index.mean_value[1, row, graph, c], mean_of(value, row, graph, tokens))
-    assert index.mean_value[0].isnan().all()
-    assert index.log_mean[0].isnan().all()
-    assert index.log_mean[1, :, :, 0].isnan().all()  # its community was joined again
+    index.begin_log(base)
+    logged = [position for position in range(base, length) if position != 15]  # that one by no step
+    for position in logged:
+        slot, community = position - base, position % 3
+        entry = waiting_entry(position) if community == 2 else community  # the others have been assigned
+        index.log_community[:, :, :, slot] = entry
+        index.edge_neighbor[:, :, :, slot] = position
+        index.edge_weight[:, :, :, slot] = position / 64
+    caches = [torch.randn(2, 4, heads, 40, dim) for _ in range(2)]  # [B, L, ...]: layers are no neighbours in memory
+    behind = {layer: Behind(base, stop, length, *(cache[:, layer] for cache in caches)) for layer in (3, 0, 2)}
+    before = {name: buffer.clone() for name, buffer in index.buffers.items()}
+    begin_behind(index, behind)
+    assert index.log_starts == [stop, base, stop, stop]
+    for name, buffer in index.buffers.items():
+        assert torch.equal(buffer[1], before[name][1]) or name in ("scores",), name
+    for layer in behind:
+        assert index.log_first[layer].eq(stop).all()
+        for slot in range(room):
+            position = stop + slot
+            waits = position in logged
+            assert index.log_community[layer, :, :, slot].eq(waiting_entry(position) if waits else -1).all()
+            if not waits:
+                continue
+            assert index.edge_neighbor[layer, :, :, slot].eq(position).all()
+            assert index.edge_weight[layer, :, :, slot].eq(position / 64).all()
+            for cache, kept in zip(caches, (index.log_mean, index.log_value), strict=True):
+                row = cache[:, layer, :, position]
+                own = row.flatten(1)[:, None] if graphs == 1 else row.repeat_interleave(graphs // heads, 1)
+                assert torch.equal(kept[layer, :, :, slot], own)
 
 
 def published(config, together, *, batch=1, first=(0,), steps=(150,), layers=3):

@@ -194,6 +194,9 @@ def kernels(architecture):
         commits = assign_tokens.commit_constants(36, 1, 8, 8, dim, entries) | assign_tokens.commit_configs()[0]
         yield f"D={dim} {dtype}", "assign_tokens", [], commits, "i32", dtype
         yield f"D={dim} {dtype} values", "assign_tokens", [], {**commits, "VALUES": True}, "i32", dtype
+        later = {"LATER": True}
+        yield "8 graphs, later", "plan_tokens", [], {**plans, **assign_tokens.plan_configs(plans)[0], **later}, "i32", dtype
+        yield f"D={dim} {dtype} later", "assign_tokens", [], {**commits, "VALUES": True, **later}, "i32", dtype
 
     def picked(source, budget, kappa):
         constants = pick_edges.constants_of(36, 1, 8, 32, budget, 10, kappa, source == "keys")

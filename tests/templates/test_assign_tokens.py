@@ -18,6 +18,7 @@ ASSIGN_STATE = (
     "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight", "edge_neighbor",
     "edge_weight", "gamma",
 )  # fmt: skip
+KEPT_VALUES = ("mean_value", "log_value")
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -58,11 +59,11 @@ def check_assignment(case, length=40, lam=0.5, new_value=None):
     ckv.assign_tokens(
         *(nominal_state(tensor) for tensor in new), *(expected.nominal(name) for name in ASSIGN_STATE),
         expected.capacity, int32(length), first, *new[0].shape[:1], *new[2].shape[2:], *neighbor.shape[1:], graphs, SINKS,
-        lam, *((nominal_state(new_value), expected.nominal("mean_value")) if new_value is not None else ()),
+        lam, *((nominal_state(new_value), *map(expected.nominal, KEPT_VALUES)) if new_value is not None else ()),
     )  # fmt: skip
     changed = IndexState(**{f.name: getattr(index, f.name).to(DEVICE) for f in dataclasses.fields(index)})
     *new, first, at = on_device(*new, first, int32(length))
-    values = () if new_value is None else (new_value.to(DEVICE), changed.mean_value)
+    values = () if new_value is None else (new_value.to(DEVICE), *(getattr(changed, name) for name in KEPT_VALUES))
     done = rendered.assign_tokens(*new, changed, at, first, graphs, SINKS, lam, *values)
     for field in dataclasses.fields(index):
         getattr(index, field.name).copy_(getattr(changed, field.name))
@@ -177,7 +178,7 @@ def test_means_of_tokens_one_after_the_other(heads, graphs, lists):
 
 
 @pytest.mark.parametrize("length", [2, 39, 41, 45])
-def test_rows_that_are_not_ready_keep_their_edges_only(length):
+def test_rows_that_are_not_ready_only_log_their_token(length):
     before = assign_case(n_indexed=(40, 40))[3]
     case = assign_case(n_indexed=(40, 40))
     check_assignment(case, length=length)
@@ -202,6 +203,25 @@ def test_one_graph_without_room_leaves_the_row_as_it_is():
     assert torch.equal(case[3].size[LAYER, 0], before.size[LAYER, 0])
     assert int(case[3].n_indexed[LAYER, 0]) == 40
     assert int(case[3].n_indexed[LAYER, 1]) == 41
+
+
+@pytest.mark.parametrize(("heads", "graphs", "lists"), [(2, 2, 6), (2, 1, 6), (3, 9, 9)])
+def test_tokens_that_wait_are_caught_up(heads, graphs, lists):
+    neighbor, weight, key_new, index, first = assign_case(
+        heads, graphs, lists, communities_room=40, tokens_room=64, log_room=32
+    )
+    generator = torch.Generator().manual_seed(1)
+    for length in range(40, 49):
+        if length == 40:
+            index.n_indexed.fill_(3)
+        if length == 43:
+            index.n_indexed.copy_(int32(40, 41))  # the second row's first token keeps none
+        neighbor = torch.randint(4, length + 1, neighbor.shape, generator=generator, dtype=torch.int32)
+        weight = torch.rand(weight.shape, generator=generator)
+        key_new = torch.randn(key_new.shape, generator=generator)
+        value = torch.randn(2, 2, heads, 8, generator=generator)
+        check_assignment((neighbor, weight, key_new, index, first), length, new_value=value)
+    assert index.n_indexed[LAYER].tolist() == [49, 49]
 
 
 def test_full_log_and_full_labels():

@@ -212,8 +212,12 @@ retrieve 17x4x1 scores start stored size member log_community log_first num_comm
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest
     new_key
 merge_splits 8x1x1
-plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
-    first edge_neighbor edge_weight
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
+    stored size num_communities n_indexed log_community label community_weight total_weight
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
 assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
     stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
