@@ -9,7 +9,7 @@ import torch
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import jobs
 from ckv_compile.runtime import sequence as sequences
-from ckv_compile.runtime.sequence import joinable
+from ckv_compile.runtime.turns import joinable
 from ckv_compile.testing import (
     assert_consistent_index,
     assert_whole_communities,
