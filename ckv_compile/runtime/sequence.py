@@ -32,6 +32,7 @@ from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication, turns
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
 from ckv_compile.runtime.layer_edges import LayerEdges
+from ckv_compile.runtime.moments import moment, seconds_between
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
 from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
@@ -100,7 +101,9 @@ class Sequence:
         self.prompt = 0  # tokens of the newest prefill and before: they are published as soon as they are back
         self.unseen_queries = False
         self.refreshed_at = self.repaired_at = 0
-        self.prefilled_at: float | None = None  # until the index of that prefill is published
+        self.prefilled_at: Any = None  # the moment, until the index of that prefill is published
+        self.awaited = [0] * geometry.num_layers  # tokens up to which that index reaches
+        self.index_lags: list[tuple[Any, Any]] = []  # moments of a prefill and of its index, until somebody asks
         self.error: str | None = None
         _live[self.identifier] = self
 
@@ -110,6 +113,7 @@ class Sequence:
         """Begin anew in the same buffers: a prompt, or a cache of ``length`` tokens of which nothing else is known."""
         self._forget_judgement()
         self.captured = False
+        self.prefilled_at = None
         self._forget_submitted()
         self.length = self.prompt = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
@@ -133,7 +137,8 @@ class Sequence:
                 self.index.n_indexed[layer].fill_(marks[-1][0] if marks else 0)
             self.index.begin_log(length)
         if length > self.config.min_context:
-            self.prefilled_at = time.perf_counter()
+            self.prefilled_at = moment(self.geometry.device)
+            self.awaited = list(self.submitted) if self.in_blocks else [length] * self.geometry.num_layers
 
     def set_first(self, first: list[int]) -> None:
         self.first, self.padded = list(first), any(first)
@@ -165,6 +170,7 @@ class Sequence:
         if reached > length:
             self._forget_submitted()
         self.index.truncate(length)
+        self.awaited = [min(tokens, length) for tokens in self.awaited]
         for layer, edges in enumerate(self.edges):
             if reached > length:
                 self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
@@ -491,8 +497,8 @@ class Sequence:
 
     def _published(self) -> None:
         self._reap()
-        if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
-            self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)
+        if self.prefilled_at is not None and self._reaches_awaited():
+            self.index_lags.append((self.prefilled_at, moment(self.geometry.device)))
             self.prefilled_at = None
         if self.error is not None and self.config.strict:
             error, self.error = self.error, None
@@ -528,6 +534,14 @@ class Sequence:
         self.audit()
         self._reap()
         self.statistics.collect(self.index.tally)
+        lags, self.index_lags = self.index_lags, []
+        self.statistics.index_lag_seconds += [seconds_between(*lag) for lag in lags]
+
+    def _reaches_awaited(self) -> bool:
+        """Whether the index of the newest prefill is complete."""
+        return all(
+            marks and marks[-1][0] >= tokens for marks, tokens in zip(self.index.marks, self.awaited, strict=True)
+        )
 
     def indexed_layers(self) -> int:
         return sum(bool(marks) for marks in self.index.marks)
