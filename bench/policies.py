@@ -194,7 +194,7 @@ class Steps:
         self._at(sequence.length + 1)
         start, block = sequence.submitted[self.layer], sequence.config.block_size
         if sequence.length - start >= min(sequence.config.append_block, block - start % block):
-            sequence._offer_blocks(self.layer, sequence.keys(self.layer), sequence.length, final=False)
+            sequence.offer_blocks(self.layer, sequence.keys(self.layer), sequence.length, final=False)
             sequence.publish()
 
 

@@ -38,8 +38,8 @@ class Timeline:
         for owner, name, lane, label in (
             (PartitionPool, "_run", "partition", lambda pool, ticket: str(ticket.description)),
             (outbox, "_pack", "outbox", lambda parcel, ring: "lists leave"),
-            (publication, "publish_layer", "publish", lambda sequence, layer: f"layer {layer}"),
-            (sequence, "publish_layer", "publish", lambda sequence, layer: f"layer {layer}"),
+            (publication, "publish_layer", "publish", lambda sequence, layer, **_: f"layer {layer}"),
+            (sequence, "publish_layer", "publish", lambda sequence, layer, **_: f"layer {layer}"),
         ):
             if hasattr(owner, name):
                 self._stack.enter_context(self._recorded(owner, name, lane, label))

@@ -634,7 +634,7 @@ def bare_sequence(
 def extend_sequence(sequence: Any, count: int) -> None:
     """``count`` decode steps without attention and edges: publish, add a token, offer what has gathered."""
     for _ in range(count):
-        sequence.publish()
+        sequence.publish(spread=True)
         sequence.length += 1
         sequence.length_device.fill_(sequence.length)
         sequence.offer_appended()

@@ -87,7 +87,13 @@ class PartitionPool:
         _pools.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Condition()
+        # One lock and a condition for each who waits: a job that comes or ends wakes nobody whom it does not concern,
+        # for every thread that wakes takes the GIL from the one that runs the model.
+        self._lock = threading.Lock()
+        self._work_waits = threading.Condition(self._lock)  # workers
+        self._answered = threading.Condition(self._lock)  # drain
+        self._times_begin = threading.Condition(self._lock)  # the watch
+        self._watch_wakes = 0.0  # when the watch looks again by itself
         self._queue: collections.deque[Ticket] = collections.deque()
         self._running: set[Ticket] = set()
         self._open = 0  # tickets whose result is not delivered
@@ -126,7 +132,7 @@ class PartitionPool:
                 self._queue.append(ticket)
                 if self._idle < len(self._queue) and len(self._threads) < self.workers:
                     self._start_worker()
-                self._lock.notify_all()
+                self._work_waits.notify()
         if rejection is not None:
             self._claim(ticket)
             self._deliver(ticket, None, PartitionError(f"partition of {description} was not started: {rejection}"))
@@ -141,7 +147,7 @@ class PartitionPool:
     def drain(self, timeout: float | None = None) -> bool:
         """Whether every job submitted so far was answered within ``timeout`` seconds."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._open == 0, timeout)
+            return self._answered.wait_for(lambda: self._open == 0, timeout)
 
     def backlog(self) -> int:
         """Jobs that wait for a thread."""
@@ -162,7 +168,8 @@ class PartitionPool:
                 ticket._stop[0] = 1
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
             monitor = self._monitor
-            self._lock.notify_all()
+            self._work_waits.notify_all()
+            self._times_begin.notify_all()
         for ticket in waiting:
             if self._claim(ticket):
                 self._deliver(
@@ -192,7 +199,7 @@ class PartitionPool:
             with self._lock:
                 self._idle += 1
                 while not self._queue and not self._closed and me not in self._lost:
-                    self._lock.wait()
+                    self._work_waits.wait()
                 self._idle -= 1
                 if me in self._lost or not self._queue:
                     self._lost.discard(me)
@@ -214,7 +221,8 @@ class PartitionPool:
                 if self._monitor is None or not self._monitor.is_alive():
                     self._monitor = threading.Thread(target=self._watch, name="ckv-partition-watch", daemon=True)
                     self._monitor.start()
-                self._lock.notify_all()
+                if ticket._deadline < self._watch_wakes:
+                    self._times_begin.notify()
         result, error = None, None
         began = time.thread_time()
         try:
@@ -226,6 +234,8 @@ class PartitionPool:
         with self._lock:
             self._running.discard(ticket)
             self._thread_of.pop(ticket, None)
+            if self._closed and not self._running:
+                self._times_begin.notify_all()  # the watch's work is done
             self.stats.cpu_seconds += ticket.cpu_seconds
             mine = not ticket._claimed
             ticket._claimed = True
@@ -261,7 +271,9 @@ class PartitionPool:
                         if not (ticket._claimed and self._thread_of.get(ticket) in self._lost)
                     ]
                     times = [moment for moment in times if moment > now]
-                    self._lock.wait(min(times) - now if times and min(times) != float("inf") else None)
+                    self._watch_wakes = min(times, default=float("inf"))
+                    self._times_begin.wait(self._watch_wakes - now if self._watch_wakes != float("inf") else None)
+                    self._watch_wakes = 0.0
             for ticket in late:
                 self._deliver(ticket, None, self._late_error(ticket))
 
@@ -313,7 +325,8 @@ class PartitionPool:
                 self.stats.timeouts += int(late and not self._closed)
             self._open -= 1
             ticket._done.set()
-            self._lock.notify_all()
+            if not self._open:
+                self._answered.notify_all()
 
     def _forget_after_fork(self) -> None:
         tickets = [*self._queue, *self._running]

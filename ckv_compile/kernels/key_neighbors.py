@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from ckv_compile.kernels.prefill_attention import reads_by_rows
 from ckv_compile.lowering.template_call import Config, next_power_of_2
 from ckv_compile.lowering.topk_prefill import has_tma
 from ckv_compile.rendered import cached_kernel
+from ckv_compile.runtime.transfer import to_device
 
 MOST_KAPPA, GROUPS, PLACE_BITS = 16, 8, 10
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,10 +65,7 @@ def key_neighbors(
         return neighbor
     constants = constants_of(heads, dim, num_sink_tokens, kappa, tma=has_tma(key.device) and reads_by_rows(key))
     constants |= {**configs(key.dtype, dim)[0], **tuned}
-    # One copy to the device; as arguments, these numbers would be compiled in where they are 1 or multiples of 16.
-    span = torch.tensor([start, stop, block_size], dtype=torch.int32).to(first.device, non_blocking=True)
-    span = torch.cat([span, first.to(torch.int32)]).to(key.device, non_blocking=True)
-    tensors = {"KEY": key, "SPAN": span}
+    tensors = {"KEY": key, "SPAN": _span((start, stop, block_size), first, key.device)}
     inverse = torch.empty(batch, heads, stop - start, dtype=torch.float32, device=key.device)
     lengths = length_constants(dim)
     cached_kernel("key_lengths", tuple(lengths.items()))(
@@ -76,3 +75,22 @@ def key_neighbors(
     grid = (programs, heads, batch)
     cached_kernel("key_neighbors", tuple(constants.items()))(grid, {**tensors, "INVERSE": inverse}, neighbor)
     return neighbor
+
+
+_latest_span: tuple[Any, Tensor] = (None, torch.empty(0))
+
+
+def _span(numbers: tuple[int, int, int], first: Tensor, device: torch.device) -> Tensor:
+    """numbers, then first: int32 [3 + batch] on the device. As arguments they would be compiled in where they are 1 or
+    multiples of 16. Layer after layer wants the same, which is copied once.
+    """
+    global _latest_span
+    if first.is_cuda:
+        return torch.cat([torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True), first.int()])
+    values = (*numbers, *first.tolist())
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    known, span = _latest_span
+    if known != (values, device, stream):
+        span = to_device(np.array(values, np.int32), device)
+        _latest_span = (values, device, stream), span
+    return span

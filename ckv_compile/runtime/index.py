@@ -30,6 +30,8 @@ from ckv_compile.runtime.transfer import to_device
 if TYPE_CHECKING:
     from ckv_compile.runtime.block_writes import BlockWrite
 
+STAGED_BYTES = 128 << 10  # a partition up to here is copied with others': pinning each would take longer, and a lock
+
 
 class CommunityIndex:
     """Buffers of ``index_layout`` on the device of K and V; an empty index makes every step dense."""
@@ -194,11 +196,14 @@ class CommunityIndex:
         old, upto = marks[high - 1][1], at + block.start.shape[-1]
         moved = upto - old
         assert used + moved <= self.shape.communities, "the index was allocated for fewer communities"
-        self.flush()
+        shifts = moved != 0 and used > old
+        apart = not self.together or shifts or assigns_tokens(self.config)  # from other layers' writes
+        if apart:
+            self.flush()
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # some may have joined communities that go
             self.total_weight[layer].sub_(self.community_weight[layer, :, :, at:old].sum(-1))
-        if moved and used > old:
+        if shifts:
             for name in PER_COMMUNITY:
                 if name in self.buffers:
                     state = self.buffers[name][layer]
@@ -211,10 +216,13 @@ class CommunityIndex:
         later = [(tokens, communities + moved) for tokens, communities in marks[high:]]
         self.marks[layer] = [*marks[:low], (stop, upto), *later]
         self._group(layer, at)
-        self.flush()
-        self.count_communities(layer, used + moved)
-        self._leave_behind(layer, self.marks[layer][-1][0], length, key, value)
-        self._relog()
+        if apart:
+            self.flush()
+            self.count_communities(layer, used + moved)
+            self._leave_behind(layer, self.marks[layer][-1][0], length, key, value)
+            self._relog()
+        else:
+            self._counted.add(layer)
 
     def _leave_behind(self, layer: int, stop: int, length: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Tokens from ``stop`` on that steps logged wait for a community once the layer is counted."""
@@ -391,7 +399,8 @@ def _put_rows(counter: torch.Tensor, values: torch.Tensor, layers: torch.Tensor)
 class Packed:
     """Partitions of all rows and graphs of a layer, padded to one size: empty communities have size 0.
 
-    On the host, pinned where they go to CUDA. Made by the worker that partitioned, so that publishing only copies.
+    On the host, pinned where they are large and go to CUDA. Made by the worker that partitioned, so that publishing only
+    copies.
     joint: int32, of which all others but gamma are views, in the order of ``used``. filled: communities with members.
     """
 
@@ -418,7 +427,8 @@ class Packed:
         tokens = max(len(partition.labels) for partition in flat)
         widths = [max(1, communities)] * 2 + [max(1, members), max(1, communities), tokens]
         sizes = [rows * graphs * width for width in widths]
-        memory = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        pin = device.type == "cuda" and 4 * sum(sizes) > STAGED_BYTES
+        memory = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pin)
         parts = [part.view(rows, graphs, width) for part, width in zip(memory.split(sizes), widths, strict=True)]
         arrays = [part.flatten(0, 1).numpy() for part in parts]
         weight, gamma = arrays[3].view(np.float32), np.zeros((rows, graphs), np.float32)

@@ -177,7 +177,7 @@ class GraphRunner:
         try:
             sequence.account_to(statistics)
             if not captured:
-                sequence.publish()
+                sequence.publish(spread=True)
             self._count(sequence)
             results = self.compiled(
                 *self._kept(args),
@@ -328,7 +328,7 @@ class GraphRunner:
             if not known:
                 sequence.offer_all()
             if not captured:
-                sequence.publish()
+                sequence.publish(spread=True)
             self._count(sequence)
             results = self.compiled(
                 *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)

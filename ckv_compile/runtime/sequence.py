@@ -28,13 +28,15 @@ from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
 from ckv_compile.policies import TokenPolicy, policy_of
 from ckv_compile.reference.nominal import cache_prefix
-from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication
+from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication, turns
 from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
 from ckv_compile.runtime.layer_edges import LayerEdges
+from ckv_compile.runtime.moments import moment, seconds_between
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
 from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
+from ckv_compile.runtime.turns import Turns
 
 log = logging.getLogger(__name__)
 _identifiers = itertools.count(1)
@@ -95,9 +97,13 @@ class Sequence:
         self.closed = [0] * geometry.num_layers  # tokens up to which blocks were joined, or could not be
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
+        self.turns = Turns(config, geometry.num_layers)
+        self.prompt = 0  # tokens of the newest prefill and before: they are published as soon as they are back
         self.unseen_queries = False
         self.refreshed_at = self.repaired_at = 0
-        self.prefilled_at: float | None = None  # until the index of that prefill is published
+        self.prefilled_at: Any = None  # the moment, until the index of that prefill is published
+        self.awaited = [0] * geometry.num_layers  # tokens up to which that index reaches
+        self.index_lags: list[tuple[Any, Any]] = []  # moments of a prefill and of its index, until somebody asks
         self.error: str | None = None
         _live[self.identifier] = self
 
@@ -107,8 +113,9 @@ class Sequence:
         """Begin anew in the same buffers: a prompt, or a cache of ``length`` tokens of which nothing else is known."""
         self._forget_judgement()
         self.captured = False
+        self.prefilled_at = None
         self._forget_submitted()
-        self.length = self.refreshed_at = self.repaired_at = length
+        self.length = self.prompt = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
         self.index.clear()
         self.submitted = [0] * self.geometry.num_layers
@@ -120,16 +127,18 @@ class Sequence:
     def prefilled(self, length: int) -> None:
         """A prefill has run; the cache holds ``length`` tokens."""
         self._forget_judgement()
-        self.length = self.refreshed_at = self.repaired_at = length
+        self.length = self.prompt = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
         self.statistics.prefills += 1
+        self.turns.refreshing.clear()  # the prefill's own partition has their tokens
         if assigns_tokens(self.config):
             # Decode steps log their edges from here on; tokens that were assigned are attended until the new index.
             for layer, marks in enumerate(self.index.marks):
                 self.index.n_indexed[layer].fill_(marks[-1][0] if marks else 0)
             self.index.begin_log(length)
         if length > self.config.min_context:
-            self.prefilled_at = time.perf_counter()
+            self.prefilled_at = moment(self.geometry.device)
+            self.awaited = list(self.submitted) if self.in_blocks else [length] * self.geometry.num_layers
 
     def set_first(self, first: list[int]) -> None:
         self.first, self.padded = list(first), any(first)
@@ -161,6 +170,7 @@ class Sequence:
         if reached > length:
             self._forget_submitted()
         self.index.truncate(length)
+        self.awaited = [min(tokens, length) for tokens in self.awaited]
         for layer, edges in enumerate(self.edges):
             if reached > length:
                 self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
@@ -168,7 +178,8 @@ class Sequence:
                 edges.truncate(length)
             marks = self.index.marks[layer]
             self.closed[layer] = min(self.closed[layer], marks[-1][0] if marks else 0)
-        self.length, self.refreshed_at = length, min(self.refreshed_at, length)
+        self.length, self.prompt = length, min(self.prompt, length)
+        self.refreshed_at = min(self.refreshed_at, length)
         self.repaired_at = min(self.repaired_at, length)
         self.length_device.fill_(length)
 
@@ -178,6 +189,7 @@ class Sequence:
         self.waiting.clear()
         self.joined.clear()
         self.joining.clear()
+        self.turns.anew()
         with self._pending_lock:
             pending, self.pending = list(self.pending), set()
         for ticket in pending:
@@ -250,7 +262,7 @@ class Sequence:
             return
         if self.in_blocks:
             if not self.unseen_queries:
-                self._offer_blocks(layer, key, upto, final=length == 0)
+                self.offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
             self._offer_whole(layer, warm=length > 0)
 
@@ -259,57 +271,33 @@ class Sequence:
         return in_blocks(self.config)
 
     def offer_appended(self) -> None:
-        """After a decode step: index what has gathered behind the index ("keys"), or refresh it."""
-        if self.length <= self.config.min_context:
-            return
-        if self.in_blocks:
-            if self.unseen_queries:
-                return
-            start, block = min(self.submitted), self.config.block_size
-            if self.length - start >= min(self.config.append_block, block - start % block):
-                for layer in range(self.geometry.num_layers):
-                    self._offer_blocks(layer, self.keys(layer), self.length, final=False)
-        else:
-            self.refresh()
+        """After a decode step: index what has gathered behind the index ("keys"), or refresh it, a few layers at a time."""
+        turns.offer_gathered(self)
 
     def offer_all(self) -> None:
         """Index a cache whose prompt the backend never saw, from its keys alone."""
         if self.in_blocks and not self.unseen_queries and self.length > self.config.min_context:
             for layer in range(self.geometry.num_layers):
-                self._offer_blocks(layer, self.keys(layer), self.length, final=True)
+                self.offer_blocks(layer, self.keys(layer), self.length, final=True)
 
     def before_later_prefill(self) -> None:
         """The log of generated tokens is about to begin anew behind the new ones: bring in what it holds."""
         if assigns_tokens(self.config) and not self.in_blocks and not self.unseen_queries:
-            self._collect_logged_edges()
+            for layer in range(self.geometry.num_layers):
+                self._collect_logged_edges(layer)
 
-    def refresh(self) -> None:
-        """Bring generated tokens into the partition in the background, when it is time and nothing is under way.
-
-        Every ``refresh_interval`` tokens all of it is partitioned again, starting from the present communities; in
-        between, every ``repair_interval``, new tokens and what they touch move.
-        """
-        config, length = self.config, self.length
-        anew = length - self.refreshed_at >= config.refresh_interval
-        if not anew and not 0 < config.repair_interval <= length - self.repaired_at:
+    def refresh(self, layer: int, anew: bool) -> None:
+        """Bring what was generated into a layer's partition: partition all of it again, or repair it."""
+        self._collect_logged_edges(layer)
+        edges = self.edges[layer]
+        if edges.tokens < self.length:
             return
-        if self._under_way():
-            return  # later: the workers are behind
-        self.repaired_at = length
         if anew:
-            self.refreshed_at = length
-        if self.unseen_queries or any(edges.tokens == 0 for edges in self.edges):
-            return
-        self._collect_logged_edges()
-        for layer, edges in enumerate(self.edges):
-            if edges.tokens < length:
-                continue
-            if anew:
-                self._offer_whole(layer, warm=True)
-            elif edges.kept is not None:
-                self._offer_repair(layer)
+            self._offer_whole(layer, warm=True)
+        elif edges.kept is not None:
+            self._offer_repair(layer)
 
-    def _under_way(self) -> bool:
+    def under_way(self) -> bool:
         """Whether a partition is being made, or has come back and is not published."""
         with self._pending_lock:
             return bool(self.inbox) or bool(self.waiting) or not all(ticket.done for ticket in self.pending)
@@ -322,7 +310,8 @@ class Sequence:
         usable = all(partition.graph is not None for row in partitions for partition in row)
         edges.kept = partitions if usable else None
 
-    def _offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
+    def offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
+        """Submit what a layer holds behind what was submitted: all of it, or as many whole blocks as there are."""
         block, least = self.config.block_size, self.config.append_block
         while self.submitted[layer] < upto:
             start = self.submitted[layer]
@@ -351,17 +340,10 @@ class Sequence:
                     self.config, self.memory, layer, None, upto,
                 )  # fmt: skip
 
-    def offer_joined(self, layer: int) -> None:
-        """Partition published small blocks together where it is time (``joinable``)."""
+    def submit_joined(self, layer: int, start: int, stop: int) -> None:
+        """Partition the published small blocks of these positions together."""
         config = self.config
-        if config.policy != "communities" or layer in self.joining:
-            return
-        ends = [tokens for tokens, _ in self.index.marks[layer]]
-        span = joinable(ends, self.closed[layer], config.block_size)
-        if span is None:
-            return
         self.joining.add(layer)
-        start, stop = span
         neighbors = Arriving(self._block_neighbors(self.keys(layer), start, stop, stop - start))
         first = [max(0, row + config.num_sink_tokens - start) for row in self.first]
         self._submit(
@@ -460,21 +442,20 @@ class Sequence:
         arriving = None if keys is None else Arriving(keys)
         return jobs.EdgePiece(Arriving(neighbor), Arriving(weight), arriving, neighbor.shape[2], graphs)
 
-    def _collect_logged_edges(self) -> None:
+    def _collect_logged_edges(self, layer: int) -> None:
         """Take the edges of generated tokens, which decode steps logged; a worker gets them when they have arrived."""
-        index, room = self.index, self.shape.log
-        for layer, edges in enumerate(self.edges):
-            base = index.log_starts[layer]
-            if edges.tokens < base:
-                continue  # what the log began behind: this layer keeps its partition
-            low, high = edges.tokens - base, min(self.length - base, room)
-            if low < high:
-                self._take_edges(layer, index.edge_neighbor[layer], index.edge_weight[layer], low, high)
-            lost = self.length - edges.tokens
-            if lost > 0:  # the log was full: these tokens are known by no edge
-                none = self.batch, self.shape.lists, lost, self.shape.kappa
-                neighbor = index.edge_neighbor.new_full(none, -1)
-                self._take_edges(layer, neighbor, index.edge_weight.new_zeros(none), 0, lost)
+        index, room, edges = self.index, self.shape.log, self.edges[layer]
+        base = index.log_starts[layer]
+        if edges.tokens < base:
+            return  # what the log began behind: this layer keeps its partition
+        low, high = edges.tokens - base, min(self.length - base, room)
+        if low < high:
+            self._take_edges(layer, index.edge_neighbor[layer], index.edge_weight[layer], low, high)
+        lost = self.length - edges.tokens
+        if lost > 0:  # the log was full: these tokens are known by no edge
+            none = self.batch, self.shape.lists, lost, self.shape.kappa
+            neighbor = index.edge_neighbor.new_full(none, -1)
+            self._take_edges(layer, neighbor, index.edge_weight.new_zeros(none), 0, lost)
 
     def _take_edges(self, layer: int, neighbor: torch.Tensor, weight: torch.Tensor, low: int, high: int) -> None:
         """Append entries ``low .. high - 1`` of lists ``[B, H, m, kappa]``, which go on behind the layer's edges."""
@@ -485,8 +466,12 @@ class Sequence:
 
     # ------------------------------------------------------------------ publication
 
-    def publish(self) -> None:
-        """Publish what came back. Cheap when nothing did."""
+    def publish(self, *, spread: bool = False) -> None:
+        """Publish what came back. Cheap when nothing did.
+
+        spread: a step follows. Of what is not the newest prefill's, a few layers are published (``turns``), the others
+        before later steps.
+        """
         if self.config.deterministic:
             self.wait()
         while self.inbox:
@@ -501,16 +486,19 @@ class Sequence:
             place = finished.layer, finished.start
             if place not in self.waiting or self.waiting[place].stop < finished.stop:
                 self.waiting[place] = finished
-        if not self.waiting and not self.joined:
-            return
-        try:
-            for layer in range(self.geometry.num_layers):
-                publication.publish_layer(self, layer)
-        finally:
-            self.index.flush()
+        if self.waiting or self.joined:
+            try:
+                publication.publish_layers(self, self.turns.published if spread else self.geometry.num_layers)
+            finally:
+                self.index.flush()
+            self._published()
+        if self.turns.unjoined and (self.config.deterministic or not spread):
+            turns.offer_joined(self, self.geometry.num_layers)
+
+    def _published(self) -> None:
         self._reap()
-        if self.prefilled_at is not None and self.indexed_layers() == self.geometry.num_layers:
-            self.statistics.index_lag_seconds.append(time.perf_counter() - self.prefilled_at)
+        if self.prefilled_at is not None and self._reaches_awaited():
+            self.index_lags.append((self.prefilled_at, moment(self.geometry.device)))
             self.prefilled_at = None
         if self.error is not None and self.config.strict:
             error, self.error = self.error, None
@@ -546,25 +534,17 @@ class Sequence:
         self.audit()
         self._reap()
         self.statistics.collect(self.index.tally)
+        lags, self.index_lags = self.index_lags, []
+        self.statistics.index_lag_seconds += [seconds_between(*lag) for lag in lags]
+
+    def _reaches_awaited(self) -> bool:
+        """Whether the index of the newest prefill is complete."""
+        return all(
+            marks and marks[-1][0] >= tokens for marks, tokens in zip(self.index.marks, self.awaited, strict=True)
+        )
 
     def indexed_layers(self) -> int:
         return sum(bool(marks) for marks in self.index.marks)
-
-
-def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:
-    """First position and end of the earliest several blocks that are worth one partition; None where none are.
-
-    ends: where each block ends, ascending; full blocks begin at multiples of ``block``, and none reaches into the next.
-    Small blocks are joined when they fill a block, and before that whenever they have added a third to the first of
-    them, which was joined from earlier ones: what is open is then never far from one partition, and every token is
-    partitioned a few times. Those that end at or before ``closed`` stay as they are.
-    """
-    for stop in sorted({-(-end // block) * block for end in ends if end > closed}):
-        start = stop - block
-        own = [end for end in ends if start < end <= stop]
-        if len(own) > 1 and own[-1] > closed and (own[-1] == stop or 3 * (own[-1] - own[0]) >= own[0] - start):
-            return start, own[-1]
-    return None
 
 
 def _handle_submission(identifier: int, layer: int, key, length: int, num_new: int, neighbor, weight) -> None:

@@ -251,3 +251,19 @@ def test_time_spent_waiting_for_what_a_job_needs_does_not_count():
         arrived.set()
         assert pool.wait(ticket, 30)
     assert (ticket.result, ticket.error) == ("done", None)
+
+
+def test_a_job_wakes_one_worker():
+    with PartitionPool(8, 60.0) as pool:
+        woken, wait = [], pool._work_waits.wait
+        pool._work_waits.wait = lambda: wait() and woken.append(threading.current_thread())
+        together = threading.Barrier(8)
+        for _ in range(8):
+            pool.submit(lambda stop: together.wait())
+        assert pool.drain(60)
+        while pool._idle < 8:
+            time.sleep(0.001)
+        woken.clear()
+        for _ in range(5):
+            assert pool.wait(pool.submit(lambda stop: None), 60)
+        assert len(woken) <= 5

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import jobs
+from ckv_compile.runtime import jobs, turns
 from ckv_compile.runtime import sequence as sequences
-from ckv_compile.runtime.sequence import joinable
+from ckv_compile.runtime.turns import joinable
 from ckv_compile.testing import (
     assert_consistent_index,
     assert_whole_communities,
@@ -182,8 +182,9 @@ def test_control_policies_join_nothing():
     assert ends(sequence) == [64, 80, 96, 112, 128, 144]
 
 
-@pytest.mark.parametrize("append", ["attend", "assign"])
-def test_steps_find_whole_communities_while_blocks_come_and_are_joined(monkeypatch, append):
+@pytest.mark.parametrize(("append", "most"), [("attend", 1), ("attend", 2), ("assign", 1)])
+def test_steps_find_whole_communities_while_blocks_come_and_are_joined(monkeypatch, append, most):
+    monkeypatch.setattr(turns, "LAYERS", most)  # of two, between two steps
     delays, original, seen = np.random.default_rng(0), sequences.Finished, set()
 
     def late(*args):

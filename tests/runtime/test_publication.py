@@ -185,3 +185,15 @@ def test_a_publication_of_all_layers_is_some_twenty_launches(monkeypatch, option
         published(config_of(options), True, layers=layers, steps=(100,))
     assert counts[0] == counts[1]
     assert len(counts[0]) <= 25
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_joined_blocks_of_all_layers_are_written_at_once(monkeypatch, layers):
+    written = []
+    monkeypatch.setattr(
+        "ckv_compile.runtime.block_writes.write_blocks", lambda index, writes: written.append(len(writes))
+    )
+    sequence = published(config_of({}), True, layers=layers, steps=(64, 16, 60))
+    assert [stop for stop, _ in sequence.index.marks[0]] == [64, 128]
+    assert written == [layers] * 4  # three blocks, two of which become one
+    assert sequence.index.num_communities[:, 0, 0].tolist() == sequence.index.used

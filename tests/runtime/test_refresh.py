@@ -12,7 +12,7 @@ from ckv_compile.community.graph import attention_graph
 from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import waiting_entry
-from ckv_compile.runtime import jobs
+from ckv_compile.runtime import jobs, turns
 from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime.index import Packed
 from ckv_compile.testing import (
@@ -144,6 +144,26 @@ def test_repairs_and_warm_passes_take_turns(monkeypatch):
         ("partition_edges", 120), *[("repair_edges", 16)] * 3, ("partition_edges", 184),
         *[("repair_edges", 16)] * 3, ("partition_edges", 248),
     ]  # fmt: skip
+
+
+def test_layers_are_refreshed_one_after_another(monkeypatch):
+    monkeypatch.setattr(turns, "LAYERS", 1)
+    story, ran = Story(attention_config()), []
+    sequence, submit = story.sequence, story.sequence._submit
+    assert sequence.turns.offered == sequence.turns.published == 1
+    monkeypatch.setattr(
+        sequence, "_submit", lambda layer, *args: ran.append((sequence.length, layer)) or submit(layer, *args)
+    )
+    story.steps(100)
+    assert ran == [(at + layer, layer) for at in range(136, 220, 16) for layer in range(2)]
+    assert [marks[-1][0] for marks in sequence.index.marks] == [216, 217]
+    assert sequence.index.n_indexed.min() == sequence.length
+    assert_consistent_index(sequence)
+    story.assert_weights_of_eq_7()
+    sequence.truncate(217)
+    story.steps(40)
+    assert_consistent_index(sequence)
+    assert not sequence.statistics.failures
 
 
 def test_without_repairs_only_warm_passes_run(monkeypatch):

@@ -195,7 +195,14 @@ def kernels(architecture):
         yield f"D={dim} {dtype}", "assign_tokens", [], commits, "i32", dtype
         yield f"D={dim} {dtype} values", "assign_tokens", [], {**commits, "VALUES": True}, "i32", dtype
         later = {"LATER": True}
-        yield "8 graphs, later", "plan_tokens", [], {**plans, **assign_tokens.plan_configs(plans)[0], **later}, "i32", dtype
+        yield (
+            "8 graphs, later",
+            "plan_tokens",
+            [],
+            {**plans, **assign_tokens.plan_configs(plans)[0], **later},
+            "i32",
+            dtype,
+        )
         yield f"D={dim} {dtype} later", "assign_tokens", [], {**commits, "VALUES": True, **later}, "i32", dtype
 
     def picked(source, budget, kappa):
