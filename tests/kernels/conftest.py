@@ -6,6 +6,8 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from ckv_compile.kernels import token_graph
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -29,4 +31,7 @@ def device(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(tl, "sort", _sorted)
         monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scanned)
+        constants = token_graph.row_constants  # fewer programs, of more rows
+        monkeypatch.setattr(token_graph, "row_constants", lambda *shape: constants(*shape) | {"R": 32})
+        monkeypatch.setattr(token_graph, "HUB_PARTS", 2)
     return DEVICE
