@@ -1,23 +1,31 @@
 """Token graphs from the edge lists of a layer, built on the device that holds the lists (CommunityKV, eq. 2-4).
 
 ``community.graph`` builds the same graphs on the host, one by one, and is what defines them. Here the graphs of a layer
-are built a bounded number at a time, by sorting.
+are built a bounded number at a time: on CUDA row by row, by ``kernels.token_graph``, which never holds a term in memory;
+elsewhere by sorting terms, which is also what the kernels must equal to the bit.
 
 A list of kappa keys gives T = kappa + kappa * (kappa - 1) / 2 terms (i, j, weight) with i < j: direct attention (eq. 2)
-and pairs of keys that one query attends to (eq. 3). A radix sort of 64-bit edge numbers brings the terms of an edge
-together, and they are added as integers, which are associative: equal inputs give equal bits, however the terms are
-divided. The unit is such that the sum of the largest possible terms of an edge fits: 2^-42 for probabilities, lam 0.5
-and the lists of 4 heads and 131,072 tokens. A weight of 1e-8 then keeps some five digits, and one below 1e-13 may vanish
-that the host would keep.
+and pairs of keys that one query attends to (eq. 3). The terms of an edge are added as integers, which are associative:
+equal inputs give equal bits, however the terms are divided. The unit is such that the sum of the largest possible terms
+of an edge fits: 2^-42 for probabilities, lam 0.5 and the lists of 4 heads and 131,072 tokens. A weight of 1e-8 then keeps
+some five digits, and one below 1e-13 may vanish that the host would keep.
 
-Cost, estimated: a term is written (16 bytes), sorted (8 passes over key and place, 256 bytes), gathered and added (some
-60), after about 170 bytes of elementwise work: 0.5 KB. The rest is done on edges, of which there are several times
-fewer. 131,072 tokens, kappa 8 and 32 heads in 8 groups are 151 million terms a layer, 76 GB: some 20 ms at 4 TB/s, on a
-stream beside a layer of prefill that takes 350 ms there.
+Cost. 131,072 tokens, kappa 8 and 32 heads in 8 groups are 151 million terms a layer. Sorting them took some 500 ms of an
+H200, since 64-bit radix sorts reach a quarter of what their bytes cost. By rows each term is made at both ends, in
+registers: of a mean row, 36 lists and 288 terms that a warp sorts among 512, in some 6,000 instructions by the compiled
+code, 6.3 billion a layer or 7-14 ms; lists, places and edges are 5 GB of memory traffic, another 3-6 ms. These are
+estimates (bench.device_graph).
 
-Memory: BYTES_PER_TERM * (t + 2 * max(t, E)) bytes at most, of which the second part is needed only where a graph has
-more than t terms. t: ``terms_at_once``, or the terms of one position of one graph where that is more. E: edges of a
-graph before they are pruned. Lists and results come on top.
+``merged`` would give one list per position, of the strongest sums over a group's heads, before pairs are formed. It is not
+what graphs are made of. On SmolLM2-135M (3 heads a group, 8 layers, 4,096 tokens of a prompt and 256 behind it, budget
+1/16) attention-mass recall in prose / Python was .644 / .688 with every head's list, .628 / .678 with the 8 strongest,
+.640 / .693 with 12 and .642 / .696 with 16: 8 lose 0.9-1.6 points, and 12 or more make 78 terms or more of the 144 of
+four heads.
+
+Memory of the torch form: BYTES_PER_TERM * (t + 2 * max(t, E)) bytes at most, of which the second part is needed only where
+a graph has more than t terms. t: ``terms_at_once``, or the terms of one position of one graph where that is more. E: edges
+of a graph before they are pruned. Of the kernels: BYTES_PER_TERM * t, or what one graph takes where that is more (350 MB
+for 4 heads of 131,072 tokens, ``token_graph.bytes_per_graph``), and HUB_BYTES. Lists and results come on top.
 """
 
 from __future__ import annotations
@@ -115,13 +123,17 @@ def build_graphs(
     lam: float,
     prune: float,
     key_neighbor: Tensor | None = None,
+    merged: int | None = None,
     terms_at_once: int = TERMS_AT_ONCE,
+    kernels: bool | None = None,
 ) -> Iterator[JointGraphs]:
     """The graphs of a layer, by rows and then by graphs, some at a time: ``attention_graph`` or ``mixed_graph`` of each.
 
     neighbor, weight: int32 and float32 [B, H, n, kappa], lists of all positions with their probabilities (others lose
     their small terms to the largest, see above); H / graphs heads share a graph. first: [B], the first position of a row
-    that is a node. key_neighbor: int32 [B, graphs, n, k], positions, for mixed graphs.
+    that is a node. key_neighbor: int32 [B, graphs, n, k], positions, for mixed graphs. merged: entries of the list that
+    stands for those of the heads of a graph; None: each head's own count. kernels: whether ``kernels.token_graph`` does
+    it; None: on CUDA, where it can.
     Waits for the device, to learn how many edges there are: not for a thread that launches steps.
     """
     batch, heads, n, kappa = neighbor.shape
@@ -131,13 +143,85 @@ def build_graphs(
     nodes = torch.tensor(first, device=neighbor.device).clamp_(0, n).repeat_interleave(graphs)
     if key_neighbor is not None:
         key_neighbor = key_neighbor.reshape(batch * graphs, 1, n, key_neighbor.shape[3])
-    together = max(1, terms_at_once // max(1, heads * n * terms_of(kappa)))
+    merged = merged if heads > 1 else None
+    lists, entries = (heads, kappa) if merged is None else (1, merged)
+    if neighbor.is_cuda if kernels is None else kernels:
+        from ckv_compile.kernels import token_graph
+
+        kernels = token_graph.applies(n, lists, entries) and (merged is None or token_graph.can_merge(heads, kappa))
+    if kernels:
+        most = BYTES_PER_TERM * terms_at_once // token_graph.bytes_per_graph(n, lists, entries)
+    else:
+        most = terms_at_once // max(1, lists * n * terms_of(entries))
+    parts = -(-batch * graphs // max(1, most))
+    together = max(1, -(-batch * graphs // max(1, parts)))
     for begin in range(0, batch * graphs, together):
         some = slice(begin, begin + together)
-        edges = _Edges.of_attention(neighbor[some], weight[some], nodes[some], lam, terms_at_once).pruned(prune)
+        given = neighbor[some], weight[some], nodes[some]
+        if kernels:
+            joint = _joint_by_kernels(*given, lam, prune, merged)
+            if key_neighbor is None:
+                yield joint
+                continue
+            edges = _Edges.of_joint(joint, nodes[some])
+        else:
+            dropped = torch.zeros_like(nodes[some])
+            if merged is not None:
+                *joined, dropped = merged_lists(*given, merged, terms_at_once)
+                given = *joined, nodes[some]
+            edges = _Edges.of_attention(*given, lam, terms_at_once).pruned(prune)
+            edges.dropped.add_(dropped)
         if key_neighbor is not None:
             edges = edges.mixed(_Edges.of_keys(key_neighbor[some], nodes[some], terms_at_once))
         yield edges.csr()
+
+
+def _joint_by_kernels(
+    neighbor: Tensor, weight: Tensor, first: Tensor, lam: float, prune: float, merged: int | None
+) -> JointGraphs:
+    from ckv_compile.kernels import token_graph
+
+    if merged is None:
+        scale = _scale(neighbor, weight, lam)
+        lists = token_graph.cleaned(neighbor, weight, first)
+    else:
+        lists = token_graph.merged(neighbor, weight, first, merged)
+        scale = _scale(lists.ids, lists.alpha, lam)
+    numbers = torch.stack([0.5 * lam * scale, (1.0 - lam) * scale, scale, torch.full_like(scale, prune)], 1)
+    *csr, dropped = token_graph.joint_csr(lists, first, numbers)
+    return JointGraphs(*csr, dropped, torch.ones_like(scale))
+
+
+def merged_lists(
+    neighbor: Tensor, weight: Tensor, first: Tensor, most: int, terms_at_once: int = TERMS_AT_ONCE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``community.graph.merged_lists`` of G graphs; neighbor, weight: [G, H, n, kappa], of all positions.
+
+    Returns int32 and float32 [G, 1, n, most] and the number of unusable weights, int64 [G].
+    """
+    graphs, heads, n, kappa = neighbor.shape
+    ids = neighbor.new_full((graphs, 1, n, most), -1)
+    alphas = weight.new_zeros(ids.shape)
+    dropped = torch.zeros_like(first)
+    entries = heads * kappa
+    filled = min(most, entries)
+    for begin, end in _ranges(n, graphs * entries * entries, terms_at_once):
+        lists = neighbor[:, :, begin:end], weight[:, :, begin:end]
+        _, kept, bad = _clean_lists(*lists, first, begin, n)
+        dropped.add_(bad)
+        candidate, counts = (one.transpose(1, 2).reshape(graphs, end - begin, entries) for one in (lists[0], kept))
+        total = torch.zeros(candidate.shape, dtype=torch.float64, device=first.device)
+        for head in range(heads):
+            same = (candidate.unsqueeze(-1) == lists[0][:, head].unsqueeze(-2)) & kept[:, head].unsqueeze(-2)
+            total += lists[1][:, head].unsqueeze(-2).masked_fill(~same, 0).sum(-1)  # of one weight and zeros
+        earlier = (candidate.unsqueeze(-1) == candidate.unsqueeze(-2)) & counts.unsqueeze(-2)
+        counts = counts & ~earlier.tril(-1).any(-1)
+        score, place = total.masked_fill(~counts, -1).sort(dim=-1, descending=True, stable=True)
+        score, place = score[..., :filled], place[..., :filled]
+        there = score > 0
+        ids[:, 0, begin:end, :filled] = candidate.gather(-1, place).masked_fill(~there, -1)
+        alphas[:, 0, begin:end, :filled] = score.clamp(0, torch.finfo(torch.float32).max).float()
+    return ids, alphas, dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +243,8 @@ class _Edges:
         """Eq. 2-4 summed over heads. neighbor, weight: [G, H, n, kappa]."""
         graphs, heads, n, kappa = neighbor.shape
         dropped = torch.zeros_like(first)
-        half, rest = 0.5 * lam, 1.0 - lam
-        largest = weight.masked_fill((neighbor < 0) | ~_usable(weight), 0).flatten(1)
-        largest = (largest.amax(1) if largest.shape[1] else largest.sum(1)).double()
-        largest = torch.maximum(half * largest, rest * largest.square())
-        # The list of i gives edge ij at most a direct term and one for the pair: sums stay below 2^62.
-        room = 62 - (2 * heads * n).bit_length()
-        scale = torch.exp2((room - torch.frexp(largest).exponent).double())
-        factor = scale.view(-1, 1, 1, 1)
+        scale = _scale(neighbor, weight, lam)
+        half, rest = (part * scale.view(-1, 1, 1, 1) for part in (0.5 * lam, 1.0 - lam))
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
             for begin, end in _ranges(n, graphs * heads * terms_of(kappa), terms_at_once):
@@ -174,7 +252,7 @@ class _Edges:
                 ids, kept, bad = _clean_lists(*lists, first, begin, n)
                 dropped.add_(bad)
                 alpha = lists[1].masked_fill(~kept, 0).double()
-                yield _terms(ids, alpha, begin, n, half * factor, rest * factor, direct=half > 0, pairs=rest > 0)
+                yield _terms(ids, alpha, begin, n, half, rest, direct=lam > 0, pairs=lam < 1)
 
         key, total = _accumulated(blocks(), first, terms_at_once)
         graph_of = key // max(1, n * n)
@@ -197,6 +275,19 @@ class _Edges:
         key, count = _accumulated(blocks(), first, terms_at_once)
         none = torch.zeros_like(first)
         return cls(n, first, key, 0.5 * count.float(), none, none.double())
+
+    @classmethod
+    def of_joint(cls, joint: JointGraphs, first: Tensor) -> _Edges:
+        """The edges of graphs that are there already."""
+        rows = len(joint.indptr) - 1
+        n = rows // len(first)
+        row = torch.arange(rows, device=first.device)
+        row = row.repeat_interleave(joint.indptr.diff(), output_size=len(joint.indices))
+        graph = row // n
+        other = joint.indices + first[graph]
+        upper = other > row - graph * n
+        key = (row * n + other)[upper]
+        return cls(n, first, key, joint.weights[upper], joint.dropped, joint.key_scale)
 
     @property
     def rows(self) -> int:
@@ -258,6 +349,17 @@ class _Edges:
         bounds = torch.arange(len(self.first) + 1, device=self.key.device) * (self.n * self.n)
         ends = torch.searchsorted(self.key, bounds).tolist()
         return 2 * torch.stack([self.weight[begin:end].double().sum() for begin, end in itertools.pairwise(ends)])
+
+
+def _scale(neighbor: Tensor, weight: Tensor, lam: float) -> Tensor:
+    """Units that a weight of 1 has, a power of 2, float64 [G]; of lists [G, H, n, kappa]."""
+    heads, n = neighbor.shape[1:3]
+    largest = weight.masked_fill((neighbor < 0) | ~_usable(weight), 0).flatten(1)
+    largest = (largest.amax(1) if largest.shape[1] else largest.sum(1)).double()
+    largest = torch.maximum(0.5 * lam * largest, (1.0 - lam) * largest.square())
+    # The list of i gives edge ij at most a direct term and one for the pair: sums stay below 2^62.
+    room = 62 - (2 * heads * n).bit_length()
+    return torch.exp2((room - torch.frexp(largest).exponent).double())
 
 
 def _ranges(n: int, terms_per_position: int, terms_at_once: int) -> Iterator[tuple[int, int]]:
