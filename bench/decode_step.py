@@ -42,7 +42,7 @@ from bench.dense_step import SHAPES
 from bench.results_file import draw, write_results
 from bench.timeline import Timeline
 from bench.timing import label_contexts
-from bench.whole_model import WARM_TOKENS, ModelBench
+from bench.whole_model import WARM_TOKENS, ModelBench, contiguous
 
 ARMS = ("dense", "ours", "generate", "eager", "static")
 CONTEXTS = (65536, 131072, 262144, 524288, 32768)  # the first compiles; the largest sizes the buffers
@@ -64,7 +64,7 @@ class Bench(ModelBench):
                 self.compiled.generate(**self.prompt(args.warm_up_context), max_new_tokens=4, do_sample=False)
             self.free()
         slab, context = self.new_slab(max(args.contexts)), args.contexts[0]
-        dense, form = self.dense_step(slab, context) if "dense" in args.arms else (None, "")
+        dense, form = self.dense_step(contiguous(slab, context)) if "dense" in args.arms else (None, "")
         sequence = ours = None
         if "ours" in args.arms:
             with self.part("ours: compile and capture"):

@@ -225,11 +225,11 @@ def _tail(child: _Child) -> str:
 
 def _end(child: _Child) -> None:
     child.ended = True
-    child.process.join(5 if child.ready else 0.1)
+    child.connection.close()  # one that waits for its turn then ends by itself
+    child.process.join(10 if child.ready else 0.1)
     if child.process.is_alive():
         child.process.kill()
         child.process.join()
-    child.connection.close()
 
 
 def _child(part: Part, connection: Connection, output: str) -> None:

@@ -107,12 +107,18 @@ class ModelBench:
         fill_slab(slab)
         return slab
 
-    def dense_step(self, slab: KVSlab, context: int) -> tuple[DenseStep | None, str]:
-        """The compiled dense step and the form of its attention, chosen at ``context`` tokens; None if it fails."""
+    def dense_step(
+        self, example: list[torch.Tensor], tensors: list[torch.Tensor] | None = None
+    ) -> tuple[DenseStep | None, str]:
+        """The compiled dense step and the form of its attention, the fastest on ``example``; None if it fails.
+
+        Both are K and V of layer 0, of layer 1, ... each ``[1, H, n, D]``; the step is compiled on ``tensors``, or on the
+        example.
+        """
         with self.part("dense: compile"):
-            form, attend = fastest_form(contiguous(slab, context), self.heads, self.device)
+            form, attend = fastest_form(example, self.heads, self.device)
             dense = DenseStep(self.model, attend, compiled=not self.args.interpret, dynamic=not self.args.dense_static)
-            dense.at(contiguous(slab, context))()
+            dense.at(tensors or example)()
             return dense, form
         return None, ""
 
@@ -227,9 +233,17 @@ def contiguous(slab: KVSlab, tokens: int) -> list[torch.Tensor]:
 
 
 def filled_cache(model: torch.nn.Module, tensors: list[torch.Tensor]) -> transformers.DynamicCache:
-    """A cache as ``generate`` makes it, so that its graphs serve both, around K and V of layer 0, of layer 1, ..."""
-    cache = transformers.DynamicCache(config=model.config)
-    for layer, key, value in zip(cache.layers, tensors[::2], tensors[1::2], strict=True):
+    """A cache as ``generate`` makes it, so that its graphs serve both, around K and V of layer 0, of layer 1, ...
+
+    tensors: of the layers that see all of the context. Those with a window get random keys and values of their own.
+    """
+    cache, given = transformers.DynamicCache(config=model.config), iter(tensors)
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            key, value = (torch.randn_like(tensors[0][:, :, : layer.sliding_window - 1]) for _ in range(2))
+            layer.cumulative_length = tensors[0].shape[2]
+        else:
+            key, value = next(given), next(given)
         layer.lazy_initialization(key, value)
         layer.keys, layer.values = key, value
     return cache
