@@ -50,12 +50,24 @@ class Shape:
         own = {} if self.family == "GptOss" else {"rope_theta": theta}
         if self.family != "Qwen2":
             own["head_dim"] = self.head_dim
+        if self.window:
+            own["sliding_window"] = self.window
         return getattr(transformers, f"{self.family}Config")(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=layers or self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
             max_position_embeddings=positions, tie_word_embeddings=False, bos_token_id=None,
-            eos_token_id=None, pad_token_id=0, sliding_window=self.window, **own, **dict(self.more),
+            eos_token_id=None, pad_token_id=0, **own, **dict(self.more),
         )  # fmt: skip
+
+    def gib(self, layers: int | None = None) -> float:
+        """Of the weights in bfloat16, but for norms and biases."""
+        experts = dict(self.more).get("num_local_experts", 1)
+        layer = self.hidden * (self.head_dim * 2 * (self.heads + self.kv_heads) + 3 * self.intermediate * experts)
+        return 2 * ((layers or self.layers) * layer + 2 * self.vocab * self.hidden) / 2**30
+
+    def cache_gib(self, tokens: int, layers: int | None = None) -> float:
+        """Of K and V in bfloat16, of the layers that see everything."""
+        return 4 * self.full_layers(layers or self.layers) * tokens * self.kv_heads * self.head_dim / 2**30
 
     def full_layers(self, layers: int) -> int:
         """Layers, of so many, that see the whole context."""

@@ -152,9 +152,7 @@ def _spawn(part: Part, folder: Path) -> _Child:
     return _Child(part, process, ours, output, time.monotonic())
 
 
-def _prepare(
-    children: list[_Child], limits: Limits, say: Callable[[str], None]
-) -> Iterator[tuple[Part, Row]]:
+def _prepare(children: list[_Child], limits: Limits, say: Callable[[str], None]) -> Iterator[tuple[Part, Row]]:
     until = min(limits.until, time.monotonic() + limits.prepare_seconds)
     while waiting := [child for child in children if not child.ready and not child.ended]:
         left = until - time.monotonic()

@@ -47,7 +47,9 @@ def planted_lists(
         place = torch.empty_like(order)
         place[order] = position
         for head in range(kv_head * group, (kv_head + 1) * group):
-            back = (random(tokens, kappa) ** 2 * 2 * kappa).long() + 1  # earlier tokens of the topic, nearer ones rather
+            back = (
+                random(tokens, kappa) ** 2 * 2 * kappa
+            ).long() + 1  # earlier tokens of the topic, nearer ones rather
             earlier = place[:, None] - back
             same = order[earlier.clamp_min(0)]
             known = (earlier >= 0) & (topic[same] == topic[:, None])

@@ -240,7 +240,12 @@ def filled_cache(model: torch.nn.Module, tensors: list[torch.Tensor]) -> transfo
     cache, given = transformers.DynamicCache(config=model.config), iter(tensors)
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
-            key, value = (torch.randn_like(tensors[0][:, :, : layer.sliding_window - 1]) for _ in range(2))
+            batch, heads, _, dim = tensors[0].shape
+            shape = (batch, heads, layer.sliding_window, dim)
+            # All but the first of a window, as the layer's own update leaves them.
+            key, value = (
+                torch.randn(shape, dtype=tensors[0].dtype, device=tensors[0].device)[:, :, 1:] for _ in range(2)
+            )
             layer.cumulative_length = tensors[0].shape[2]
         else:
             key, value = next(given), next(given)
