@@ -53,7 +53,7 @@ class Limits:
     seconds: float
     prepare_seconds: float = 330.0
     gib: float = 130.0
-    processes: int = 4
+    processes: int = 5
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.seconds
@@ -125,6 +125,7 @@ def run_apart(
     parts: Sequence[Part], limits: Limits, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Part, Row]]:
     """Rows of the parts, as they come; ``say`` is told what goes on."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, (os.cpu_count() or 2) // limits.processes)))
     with tempfile.TemporaryDirectory() as folder:
         for number, wave in enumerate(waves(parts, limits)):
             if limits.left() <= 0:
@@ -134,7 +135,7 @@ def run_apart(
             children = [_spawn(part, Path(folder)) for part in wave]
             try:
                 yield from _prepare(children, limits, say)
-                for child in sorted(children, key=lambda child: child.part.peak_gib - child.part.rest_gib):
+                for child in children:
                     if not child.ended:
                         yield from _measure(child, limits, say)
             finally:

@@ -29,7 +29,7 @@ from bench.whole_model import WARM_TOKENS, Clock, ModelBench, contiguous, filled
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.runtime.sequence import Sequence
 
-CELL_SECONDS = 20.0  # that a cell is not begun without
+CELL_SECONDS = 25.0  # that a cell is not begun without
 MARGIN_GIB = 2.0  # of a process beside its tensors
 CURVE_MODEL, MOE_MODEL = "qwen2.5-7b", "gpt-oss-20b"
 SMALL_MODELS = {"qwen2.5-7b": "tiny-qwen2", "gpt-oss-20b": "tiny-gpt-oss"}  # the others are "tiny"
@@ -145,7 +145,6 @@ class OurModel(ModelPart):
         model, arm = self.arm
         options = dict(ARMS[arm])
         bench = self.bench = self.bench_of(model, options.pop("graph"), **options)
-        self.plant = self.args.plant if bench.args.graph != "keys" or self.args.plant == "communities" else "none"
         prompt = bench.prompt(self.args.warm_up_context)
         with self.planting():
             # A prefill of any length at once, instead of one of this length first.
@@ -157,7 +156,12 @@ class OurModel(ModelPart):
         bench.free()
 
     def planting(self) -> contextlib.AbstractContextManager:
-        return planted_edges() if self.plant == "edges" else contextlib.nullcontext()
+        """Lists like those of text; edges of keys are those of the model."""
+        return planted_edges() if self.args.plant != "none" else contextlib.nullcontext()
+
+    def edges(self) -> str:
+        """What the partition is of."""
+        return "planted" if self.args.plant != "none" and self.bench.args.graph != "keys" else "the model's"
 
     def cells(self, left: Callable[[], float]) -> None:
         bench, args = self.bench, self.args
@@ -169,8 +173,10 @@ class OurModel(ModelPart):
             context = args.breakdown_context
             with bench.cell(f"{self.arm[1]} breakdown", context, left) as begins, self.planting():
                 if begins:
-                    found = broken_down(bench, bench.compiled, context, self.planted())
-                    bench.row("table10", self.arm[1], context=context, planted=self.plant, **found)
+                    found = broken_down(bench, bench.compiled, context)
+                    bench.row(
+                        "table10", self.arm[1], context=context, edges=self.edges(), communities="partition", **found
+                    )
         if args.full_tokens:
             context = min(args.contexts)
             with bench.cell(f"{self.arm[1]}, all tokens", context, left) as begins:
@@ -178,7 +184,7 @@ class OurModel(ModelPart):
                     self.measure_generation(context, args.full_tokens)
 
     def planted(self) -> Callable[[], None] | None:
-        if self.plant != "communities":
+        if self.args.plant != "communities":
             return None
 
         def plant() -> None:
@@ -199,7 +205,9 @@ class OurModel(ModelPart):
             found = self.bench.generation(
                 self.bench.compiled, context, new_tokens=tokens, planted=self.planted(), on_token=on_token
             )
-        self.bench.row("table5", self.arm[1], context=context, planted=self.plant, **found, **held)
+        communities = "planted" if self.args.plant == "communities" else "partition"
+        row = {"edges": self.edges(), "communities": communities, **found, **held}
+        self.bench.row("table5", self.arm[1], context=context, **row)
 
 
 def example_layer(bench: ModelBench, context: int) -> list[torch.Tensor]:
@@ -437,18 +445,22 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         rest = SHAPES[model].gib() + MARGIN_GIB
         found.append(Part(name, start, ((model, arm), args), rest, rest + more_gib))
 
-    for model in args.models:
+    def add_model(model: str, arms: list[str]) -> None:
         shape = SHAPES[model]
-        cache = shape.cache_gib(longest)
-        inner = 8 * longest * shape.intermediate / 2**30  # of a prefill
-        for arm in args.arms:
-            name = f"table5/{model}/{arm}"
-            if arm == "dense":
-                add(name, DenseModel, model, arm, 2.2 * cache + inner)
-            else:
-                add(name, OurModel, model, arm, 1.2 * cache + inner + (6 if arm == "head" else 3))
+        cache, inner = shape.cache_gib(longest), 8 * longest * shape.intermediate / 2**30  # of a prefill
+        for arm in arms:
+            start = DenseModel if arm == "dense" else OurModel
+            add(f"table5/{model}/{arm}", start, model, arm, 1.2 * cache + inner + (6 if arm == "head" else 2))
+
+    first, later = args.models[:1], args.models[1:]
+    for model in first:
+        add_model(model, [arm for arm in args.arms if arm != "head"])
     if args.curve:
         add("curve", Curve, CURVE_MODEL, "curve", 1.2 * SHAPES[CURVE_MODEL].cache_gib(max(args.curve)))
+    for model in first:
+        add_model(model, [arm for arm in args.arms if arm == "head"])
     if args.moe_context:
         add("gpt-oss", MixtureOfExperts, MOE_MODEL, "moe", 4 * SHAPES[MOE_MODEL].cache_gib(args.moe_context) + 2)
+    for model in later:
+        add_model(model, args.arms)
     return found

@@ -16,10 +16,11 @@ cuDNN attention (bench/dense_step.py), stronger than what ``generate`` makes of 
 ``torch.compile(model, backend="communitykv")`` with graph "keys", and with "attention" per KV group and per query head,
 over ``--new-tokens`` tokens. Random weights attend to everything alike, and such graphs have no communities: with
 ``--plant edges`` the lists of "attention" are replaced by lists like those of text (bench/planted.py) on their way to
-the partition, with ``communities`` the partition by random communities, and rows say so. The second token waits until
-every layer is indexed; that wait stands beside the times, in none of them.
+the partition, with ``communities`` the partition besides, of "keys" too, by random communities right after the prefill;
+rows say so. The second token waits until every layer is indexed; that wait stands beside the times, in none of them.
 
-Table 10: one more generation of each arm, watched by a profiler: busy time of kernels by what they do, in the prefill
+Table 10: one more generation of each arm but ``head``, its own partition (of planted edges, with "attention") and all,
+watched by a profiler: busy time of kernels by what they do, in the prefill
 and in a decode step, and what workers and publication took. ``curve``: bare steps of the Qwen2.5-7B configuration,
 dense and ours in turns. gpt-oss-20b's shape: steps behind a cache of random K and V, what of them experts and attention
 take, and the attention of one layer alone.
@@ -242,7 +243,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--full-tokens", type=int, default=0, help="besides, at the shortest context: 32768 in the paper"
     )
-    parser.add_argument("--plant", default="edges", choices=("edges", "communities", "none"))
+    parser.add_argument("--plant", default="communities", choices=("edges", "communities", "none"), help="see above")
     parser.add_argument("--breakdown-models", nargs="*", default=["qwen3-8b"], choices=known, help="of table 10")
     parser.add_argument("--breakdown-context", type=int, default=131072, help="of table 10; 0: none")
     parser.add_argument("--curve", nargs="*", type=int, default=list(CURVE), help="contexts of the curve")
@@ -271,7 +272,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
         args.prepare_context, args.warm_up_context, args.repetitions = 300, 200, min(args.repetitions, 3)
         args.full_tokens = min(args.full_tokens, 24)
     if args.processes is None:
-        args.processes = 0 if args.small else 4
+        args.processes = 0 if args.small else 5
     return args
 
 
