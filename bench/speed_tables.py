@@ -40,11 +40,11 @@ from rich.table import Table
 from bench.dense_step import SHAPES
 from bench.part_processes import Limits, Row, run_apart, run_here
 from bench.results_file import draw, write_results
+from bench.speed_cells import TABLE_ARMS, newest, requests
 from bench.speed_parts import ARMS, parts_of
 from bench.timing import label_contexts
 
 MODELS = ("qwen3-8b", "qwen3-4b", "qwen3-14b")
-TABLE_ARMS = ("eager", "dense", *ARMS)
 CURVE = (32768, 65536, 131072, 262144, 524288)
 PUBLISHED_TOKENS = 32768  # generated, in the paper's table 5
 SHORT = {"qwen3-4b": "4b", "qwen3-8b": "8b", "qwen3-14b": "14b", "tiny": "tiny"}
@@ -52,55 +52,6 @@ SHORT = {"qwen3-4b": "4b", "qwen3-8b": "8b", "qwen3-14b": "14b", "tiny": "tiny"}
 
 def k(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-
-
-# ---------------------------------------------------------------------- requests of table 5
-
-
-def requests(rows: list[Row]) -> list[Row]:
-    """Whole requests of table 5, a row for each model, context, arm and number of tokens; of several, the newest.
-
-    Those of ``eager`` and ``dense`` are put together: the prefill, and the steady time of a step for every further token
-    that our arms generate there. ``dense`` has eager's prefill. Seconds and ms; tokens_per_s with the prefill,
-    decode_per_s without it, request_per_s with the wait for the index besides.
-    """
-    found: dict[tuple, Row] = {}
-    for row in rows:
-        if row["kind"] == "table5" and row["arm"] != "eager":
-            tokens, wait = row["new_tokens"], row["index_wait_s"]
-            decode_s = row["whole_s"] - row["prefill_s"]
-            found[row["model"], row["context"], row["arm"], tokens] = row | {
-                "whole_s": row["whole_s"], "tokens_per_s": tokens / row["whole_s"],
-                "request_per_s": tokens / (row["whole_s"] + wait), "decode_per_s": (tokens - 1) / decode_s,
-            }  # fmt: skip
-    wanted = sorted({(model, context, tokens) for model, context, _, tokens in found})
-    alone = {(row["model"], row["context"], row["new_tokens"]) for row in rows if row["kind"] == "table5"}
-    for model, context, tokens in wanted or sorted(alone):
-        eager = newest(rows, "table5", "eager", model, context)
-        if eager is None:
-            continue
-        dense = newest(rows, "step", "dense", model, context)
-        for arm, step in (("eager", eager), ("dense", dense)):
-            if step is not None:
-                decode_s = (tokens - 1) * step["median_ms"] / 1e3
-                whole = eager["prefill_s"] + decode_s
-                found[model, context, arm, tokens] = {
-                    "model": model, "context": context, "arm": arm, "new_tokens": tokens, "index_wait_s": 0.0,
-                    "prefill_s": eager["prefill_s"], "median_ms": step["median_ms"], "whole_s": whole,
-                    "tokens_per_s": tokens / whole, "request_per_s": tokens / whole, "decode_per_s": (tokens - 1) / decode_s,
-                    "peak_gib": eager.get("peak_gib") if arm == "eager" else None,
-                }  # fmt: skip
-    order = {arm: place for place, arm in enumerate(TABLE_ARMS)}
-    return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1], key[3], order[key[2]]))]
-
-
-def newest(rows: list[Row], kind: str, arm: str, model: str | None = None, context: int | None = None) -> Row | None:
-    matching = [
-        row for row in rows
-        if (row["kind"], row.get("arm")) == (kind, arm) and model in (None, row["model"])
-        and context in (None, row["context"])
-    ]  # fmt: skip
-    return matching[-1] if matching else None
 
 
 # ---------------------------------------------------------------------- claims
