@@ -225,7 +225,7 @@ def _tail(child: _Child) -> str:
 def _end(child: _Child) -> None:
     child.ended = True
     child.connection.close()  # one that waits for its turn then ends by itself
-    child.process.join(10 if child.ready else 0.1)
+    child.process.join(3 if child.ready else 0.1)
     if child.process.is_alive():
         child.process.kill()
         child.process.join()
