@@ -36,16 +36,19 @@ class ModelBench:
     """One model and the rows measured on it. Rows are also what is left when a later part fails.
 
     args: model, layers, graph, device, small, interpret, dense_static, contexts, tail, repetitions, least_ms, new_tokens,
-    segments, warm_up_context, wait_index and wait_seconds of a command line. options: of the backend, further ones.
+    segments, warm_up_context, wait_index and wait_seconds of a command line. model: that of ``args.model``, if it is there
+    already. options: of the backend, further ones.
     """
 
-    def __init__(self, args: argparse.Namespace, console: Console, **options: Any) -> None:
+    def __init__(self, args: argparse.Namespace, console: Console, model: Any = None, **options: Any) -> None:
         self.args, self.console, self.rows = args, console, []
         self.device, shape = args.device, SHAPES[args.model]
         self.layers = args.layers or shape.layers
         self.dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-        with self.part("build"):
-            self.model = random_model(shape, self.layers, self.dtype, args.device)
+        self.model = model
+        if model is None:
+            with self.part("build"):
+                self.model = random_model(shape, self.layers, self.dtype, args.device)
         self.options: dict[str, Any] = (dict(SMALL_OPTIONS) if args.small else {}) | options
         if args.graph != "keys":
             self.options["graph"] = args.graph
