@@ -168,3 +168,74 @@ def moe_table(rows: list[dict]) -> str:
     alone = ", ".join(f"{arm} {statistics.median(row['raw_ms']):.3f}" for arm, row in layers.items())
     lines.append(["attention of a full layer", alone or NOT_MEASURED])
     return _table(*lines)
+
+
+# ---------------------------------------------------------------------- other packages
+
+PEER_TEXTS = {"python": "Python source", "prose": "English prose"}
+# What papers report of their own systems and baselines; none of it was run here.
+PUBLISHED = (
+    ("CommunityKV, a decode step at 131k of Qwen3-4B, 8B and 14B on an H100, over FlashAttention-2 under transformers' "
+     "dynamic cache", "1.69x, 1.86x, 1.39x", "CommunityKV, table 10"),
+    ("clusters in Triton, a decode step at 128k of Qwen2.5-7B-Instruct-1M on an RTX PRO 6000, over transformers' "
+     "flex_attention", "1.92x", "the notebook on sparse decoding, not peer-reviewed"),
+    ("the same at 512k", "5.37x", "the same"),
+    ("the same kernel, a decode step at 32k of gpt-oss-20b", "1.45x", "the same"),
+)  # fmt: skip
+
+
+def peers_section() -> str:
+    """Of the newest results on a GPU for speed, and of the newest of any kind for quality."""
+    rows, names, where = measured_rows("peers")
+    quality: list[dict] = []
+    files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("peers-*.json")]
+    for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
+        own = [row for row in file["rows"] if row["kind"] == "quality"]
+        quality += own
+        names = [*names, name] if own and name not in names else names
+    speed = [row for row in rows if row["kind"] != "quality"]
+    return peer_tables(speed + quality) + "\n\n" + published_table() + "\n\n" + _source(names, where or "a CPU")
+
+
+def peer_tables(rows: list[dict]) -> str:
+    ours = newest(rows, "layer", "ours")
+    lines = [["decode attention of a layer, 128k", "time"]]
+    arms = dict.fromkeys(row["arm"] for row in rows if row["kind"] == "layer")
+    for arm in arms or ("ours", "flash-attn", "flashinfer-python"):
+        row = newest(rows, "layer", arm)
+        if row is None or "error" in row:
+            lines.append([arm, NOT_MEASURED if row is None else row["error"]])
+            continue
+        text = f"{row['median_ms'] * 1e3:.1f} us"
+        if arm != "ours" and ours is not None and "median_ms" in ours:
+            text += f" ({row['median_ms'] / ours['median_ms']:.2f}x ours)"
+        lines.append([arm, text])
+    parts = [_table(*lines)]
+    lines = [["whole requests, Qwen3-8B's shape, 128k", "first token, s", "ms a token", "peak, GiB"]]
+    arms = dict.fromkeys(row["arm"] for row in rows if row["kind"] == "generate")
+    for arm in arms or ("transformers", "ours", "kvpress"):
+        row = newest(rows, "generate", arm)
+        if row is not None and "error" in row:
+            lines.append([arm, row["error"], "-", "-"])
+        else:
+            cells = (("prefill_s", "{:.2f}"), ("median_ms", "{:.2f}"), ("peak_gib", "{:.1f}"))
+            lines.append([arm, *(_number(row, entry, form) for entry, form in cells)])
+    parts.append(_table(*lines))
+    quality = [row for row in rows if row["kind"] == "quality"]
+    lines = [["top-1 agreement with dense, KL, SmolLM2-135M", *PEER_TEXTS.values()]]
+    for arm in dict.fromkeys(row["arm"] for row in quality) or ("communities, keys", "kvpress"):
+        cells, budget = [], ""
+        for text in PEER_TEXTS:
+            row = next((row for row in reversed(quality) if (row["arm"], row["text"]) == (arm, text)), None)
+            budget = budget or (f", budget {row['budget']}" if row is not None and "budget" in row else "")
+            if row is None or "error" in row:
+                cells.append(NOT_MEASURED if row is None else row["error"])
+            else:
+                cells.append(f"{row['top1']:.3f}, KL {row['kl']:.4f}")
+        lines.append([arm + budget, *cells])
+    parts.append(_table(*lines))
+    return "\n\n".join(parts)
+
+
+def published_table() -> str:
+    return _table(["published, not measured here", "ratio", "by"], *(list(row) for row in PUBLISHED))

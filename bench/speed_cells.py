@@ -57,7 +57,7 @@ def requests(rows: list[Row]) -> list[Row]:
 def newest(rows: list[Row], kind: str, arm: str, model: str | None = None, context: int | None = None) -> Row | None:
     matching = [
         row for row in rows
-        if (row["kind"], row.get("arm")) == (kind, arm) and model in (None, row["model"])
-        and context in (None, row["context"])
+        if (row["kind"], row.get("arm")) == (kind, arm) and model in (None, row.get("model"))
+        and context in (None, row.get("context"))
     ]  # fmt: skip
     return matching[-1] if matching else None
