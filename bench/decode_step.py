@@ -31,14 +31,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import statistics
-import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -46,82 +41,25 @@ from rich.console import Console
 from rich.table import Table
 
 import ckv_compile.backend
-from bench.decode_layer import fill_index, fill_slab
-from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
+from bench.dense_step import SHAPES
 from bench.planted import planted_edges
 from bench.results_file import draw, write_results
 from bench.timeline import Timeline
-from bench.timing import capture, interleaved, label_contexts, synchronize, timing
-from ckv_compile.config import CommunityConfig
-from ckv_compile.passes.rewrite_plan import AttentionGeometry
-from ckv_compile.runtime.registry import REGISTRY
-from ckv_compile.runtime.sequence import Sequence
-from ckv_compile.runtime.slab import KVSlab
+from bench.timing import label_contexts
+from bench.whole_model import WARM_TOKENS, ModelBench, contiguous
 
 ARMS = ("dense", "ours", "generate", "eager", "static")
 CONTEXTS = (65536, 131072, 262144, 524288, 32768)  # the first compiles; the largest sizes the buffers
 LABELS = {32768: "32k", 65536: "64k", 131072: "128k", 262144: "256k", 524288: "512k"}
 MILLION = 1_000_000
-SLACK = 1024  # tokens of room behind a context: every replay appends one
 TINY_CONTEXT = 16
-WARM_TOKENS = 8  # of a generation, before the steady state
-SMALL_OPTIONS = {"budget": 128, "block_size": 256, "append_block": 64, "recent_window": 16}
 
 
-class Bench:
-    """One model and the rows measured on it. Rows are also what is left when a later part fails."""
-
-    def __init__(self, args: argparse.Namespace, console: Console) -> None:
-        self.args, self.console, self.rows = args, console, []
-        self.device, shape = args.device, SHAPES[args.model]
-        self.layers = args.layers or shape.layers
-        self.dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-        with self.part("build"):
-            self.model = random_model(shape, self.layers, self.dtype, args.device)
-        self.options: dict[str, Any] = dict(SMALL_OPTIONS) if args.small else {}
-        if args.graph != "keys":
-            self.options["graph"] = args.graph
-        self.config = CommunityConfig.from_options(self.options)[0]
-        self.geometry = AttentionGeometry(
-            self.layers, shape.heads, shape.kv_heads, shape.head_dim, self.dtype, self.model.device
-        )
-        self.heads, self.vocab = shape.heads, shape.vocab
-        self.recorder = Recorder()
-        self.compiled = torch.compile(self.model, backend="communitykv", options=self.options or None)
+class Bench(ModelBench):
+    """The arms of this bench."""
 
     def row(self, kind: str, arm: str, **entries: Any) -> dict:
-        whole = self.layers == SHAPES[self.args.model].layers
-        row = {"kind": kind, "arm": arm, "model": self.args.model, "layers": self.layers, "whole": whole}
-        row |= {"graph": self.args.graph, "planted_edges": self.args.planted_edges, **entries}
-        self.rows.append(row)
-        return row
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Times a part of the run; if it fails the run goes on, and a row says why."""
-        began = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self.console.print(f"[red]{name} failed[/red]: {type(error).__name__}: {str(error)[:400]}")
-            traceback.print_exc()
-            self.row("failure", name, error=f"{type(error).__name__}: {str(error)[:400]}")
-            if name == "build":
-                raise
-        finally:
-            synchronize(self.args.device)
-            self.console.print(f"{name}: {time.perf_counter() - began:.1f} s")
-
-    def free(self) -> None:
-        gc.collect()
-        REGISTRY.free_memory()
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
-    def prompt(self, tokens: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator(self.device).manual_seed(tokens)
-        ids = torch.randint(2, self.vocab, (1, tokens), device=self.device, generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return super().row(kind, arm, planted_edges=self.args.planted_edges, **entries)
 
     # ------------------------------------------------------------------ bare steps
 
@@ -132,88 +70,17 @@ class Bench:
             with self.part("generate: compile"):
                 self.compiled.generate(**self.prompt(args.warm_up_context), max_new_tokens=4, do_sample=False)
             self.free()
-        most = max(args.contexts)
-        slab = KVSlab(
-            self.layers,
-            1,
-            self.geometry.num_kv_heads,
-            self.geometry.head_dim,
-            most + SLACK,
-            self.dtype,
-            self.model.device,
-        )
-        fill_slab(slab)
-        dense, form = self.dense_step(slab) if "dense" in args.arms else (None, "")
+        slab, context = self.new_slab(max(args.contexts)), args.contexts[0]
+        dense, form = self.dense_step(contiguous(slab, context)) if "dense" in args.arms else (None, "")
         sequence = ours = None
         if "ours" in args.arms:
             with self.part("ours: compile and capture"):
                 sequence = self.adopt(slab)
-                ours = self.recorded_step(slab, sequence)
-        for context in [*args.contexts, TINY_CONTEXT]:
-            tiny = context == TINY_CONTEXT
-            steps, before, held = {}, {}, {}
-            if dense is not None:
-                with self.part(f"dense at {context}: capture"):
-                    steps["dense"] = capture(dense.at(contiguous(slab, context)), self.device)
-            if ours is not None:
-                with self.part(f"ours at {context}: fill the index"):
-                    sequence.restart([0], context - 1)
-                    if not tiny:
-                        indexed = max(context - 1 - args.tail, context // 2)
-                        held = fill_index(sequence, indexed, self.config.mean_size) | {"indexed": indexed}
-                    steps["ours"], before["ours"] = ours, self.length_setter(sequence, context - 1)
-            with self.part(f"steps at {context}"), torch.no_grad():
-                times = interleaved(
-                    steps, args.repetitions, self.device, before=before, least_ms=args.least_ms, most_calls=20
-                )
-                for arm, values in times.items():
-                    more = {"dense_form": form} if arm == "dense" else held
-                    self.row("nonattention" if tiny else "step", arm, context=context, **timing(values), **more)
-        self.recorder.forget()
-        REGISTRY.pool._slabs[:] = [one for one in REGISTRY.pool._slabs if one is not slab]
-
-    def dense_step(self, slab: KVSlab) -> tuple[DenseStep | None, str]:
-        """The compiled dense step and the form of its attention, or None if it does not compile."""
-        with self.part("dense: compile"):
-            context = self.args.contexts[0]
-            form, attend = fastest_form(contiguous(slab, context), self.heads, self.device)
-            dense = DenseStep(self.model, attend, compiled=not self.args.interpret, dynamic=not self.args.dense_static)
-            dense.at(contiguous(slab, context))()
-            return dense, form
-        return None, ""
-
-    def adopt(self, slab: KVSlab) -> Sequence:
-        """Make the backend know a slab that it did not allocate."""
-        REGISTRY.pool._slabs.append(slab)
-        return REGISTRY.attach(slab, self.config, self.geometry, 1)
-
-    def recorded_step(self, slab: KVSlab, sequence: Sequence) -> Callable:
-        """The backend's decode graph with the arguments of one step of ``generate`` over the slab, as one CUDA graph."""
-        context = self.args.contexts[0]
-        slab.reserved = True
-        sequence.restart([0], context)
-        fill_index(sequence, context, self.config.mean_size)
-        views = slab.views(context)
-        for view in views:
-            torch._dynamo.maybe_mark_dynamic(view, 2)
-        cache = filled_cache(self.model, views)
-        del views, view
-        slab.reserved = False
-        with self.recorder.recording():
-            self.compiled.generate(
-                **self.prompt(context + 1), **{cache_argument(self.model): cache}, max_new_tokens=4, do_sample=False
-            )
-        if self.recorder.call is None:
-            raise RuntimeError(
-                "generate ran no decode graph of the backend: " + str(ckv_compile.explain(self.model, show=False))
-            )
-        if sequence.length <= context:
-            raise RuntimeError("the backend did not recognise the cache")
-        function, inputs = self.recorder.call, self.recorder.inputs
-        return capture(lambda: function(*inputs), self.device, warm_up=0)
-
-    def length_setter(self, sequence: Sequence, length: int) -> Callable[[], None]:
-        return lambda: sequence.length_device.fill_(length)
+                ours = self.recorded_step(slab, sequence, context)
+        for context in args.contexts:
+            self.time_steps(context, slab, dense, form, ours, sequence)
+        self.time_steps(TINY_CONTEXT, slab, dense, form, ours, sequence, "nonattention")
+        self.disown(slab)
 
     # ------------------------------------------------------------------ generate
 
@@ -236,16 +103,14 @@ class Bench:
 
     def record_timeline(self, context: int) -> None:
         """One more prefill and partition, recorded: a trace for Perfetto and, where matplotlib is there, a picture."""
-        self.free()
-        timeline, clock = Timeline(self.device), Clock(self, wait=True, segment=1 << 30)
-        clock.on_first_token = lambda: timeline.mark("end of prefill")
-        inputs = self.prompt(context)
+        timeline = Timeline(self.device)
+
+        def marked(tokens: int) -> None:
+            if tokens == 1:
+                timeline.mark("end of prefill")
+
         timeline.start()
-        clock.start()
-        self.compiled.generate(
-            **inputs, max_new_tokens=WARM_TOKENS, do_sample=False,
-            stopping_criteria=transformers.StoppingCriteriaList([clock]),
-        )  # fmt: skip
+        self.generation(self.compiled, context, new_tokens=WARM_TOKENS + 1, on_token=marked)
         timeline.stop()
         timeline.write(self.args.timeline)
         draw(self.console, timeline.plot, self.args.timeline)
@@ -261,139 +126,6 @@ class Bench:
             for kind, options in kinds.items():
                 with self.part(f"{kind} at {context}"):
                     self.row("generate", kind, context=context, **self.generation(self.compiled, context, **options))
-
-    def generation(self, model, context: int, **options: Any) -> dict[str, Any]:
-        """One generation: warm prefill, steady state per token, peak memory beyond what was allocated before it."""
-        args, cuda = self.args, self.device.startswith("cuda")
-        self.free()
-        inputs = self.prompt(context)
-        ours = model is self.compiled
-        before = ckv_compile.explain(self.model, show=False) if ours else None
-        clock = Clock(self, wait=ours and args.wait_index, segment=(args.new_tokens - WARM_TOKENS) // args.segments)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        synchronize(self.device)
-        clock.start()
-        model.generate(
-            **inputs, max_new_tokens=args.new_tokens, do_sample=False,
-            stopping_criteria=transformers.StoppingCriteriaList([clock]), **options,
-        )  # fmt: skip
-        synchronize(self.device)
-        result = {
-            "prefill_s": clock.prefill_s, **timing(clock.segments), "index_wait_s": clock.wait_s,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        }  # fmt: skip
-        if before is not None:
-            after = ckv_compile.explain(self.model, show=False)
-            result["decode_steps"] = after.decode_steps - before.decode_steps
-            result["sparse_steps"] = after.sparse_steps - before.sparse_steps
-            result["index_lag_s"] = after.index_lag_seconds[len(before.index_lag_seconds) :]
-        return result
-
-
-def contiguous(slab: KVSlab, tokens: int) -> list[torch.Tensor]:
-    """K and V of every layer as ``[1, H, tokens, D]``, contiguous, in the slab's own memory."""
-    heads, dim = slab.buffer.shape[3:]
-    return [part.view(-1)[: heads * tokens * dim].view(1, heads, tokens, dim) for part in slab.buffer]
-
-
-def filled_cache(model: torch.nn.Module, tensors: list[torch.Tensor]) -> transformers.DynamicCache:
-    """A cache as ``generate`` makes it, so that its graphs serve both, around K and V of layer 0, of layer 1, ..."""
-    cache = transformers.DynamicCache(config=model.config)
-    for layer, key, value in zip(cache.layers, tensors[::2], tensors[1::2], strict=True):
-        layer.lazy_initialization(key, value)
-        layer.keys, layer.values = key, value
-    return cache
-
-
-class Clock(transformers.StoppingCriteria):
-    """Called by ``generate`` after every token; never stops it. Times in seconds, segments in ms per token."""
-
-    def __init__(self, bench: Bench, wait: bool, segment: int) -> None:
-        self.bench, self.wait, self.segment = bench, wait, max(1, segment)
-        self.calls, self.prefill_s, self.wait_s, self.segments = 0, 0.0, 0.0, []
-        self.on_first_token: Callable[[], None] = lambda: None
-
-    def start(self) -> None:
-        self.began = time.perf_counter()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 1:
-            synchronize(self.bench.device)
-            now = time.perf_counter()
-            self.prefill_s = now - self.began
-            self.on_first_token()
-            if self.wait:
-                wait_for_partitions(self.bench.args.wait_seconds)
-                self.wait_s = time.perf_counter() - now
-        past = self.calls - WARM_TOKENS
-        if past >= 0 and past % self.segment == 0:
-            synchronize(self.bench.device)
-            now = time.perf_counter()
-            if past:
-                self.segments.append((now - self.began) * 1e3 / self.segment)
-            self.began = now
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def wait_for_partitions(seconds: float) -> None:
-    """Until no partition of any cache is under way; the next step publishes what came back."""
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        sequences = REGISTRY.sequences()
-        for sequence in sequences:
-            sequence.wait()
-        if not any(
-            sequence.pending for sequence in sequences if not all(ticket.done for ticket in list(sequence.pending))
-        ):
-            return
-        time.sleep(0.02)
-
-
-class Recorder:
-    """Keeps the compiled decode graph of a dynamic cache, and the arguments of its latest call, while recording."""
-
-    def __init__(self) -> None:
-        self.call: Callable | None = None
-        self.inputs: tuple = ()
-        self._on = False
-        original = ckv_compile.backend.GraphRunner
-        original = getattr(original, "_bench_original", original)
-
-        def runner(plan: Any, config: Any, compiled: Callable, *rest: Any, **named: Any) -> Any:
-            if plan.phase == "decode" and plan.cache.name == "DYNAMIC":
-                compiled = _Recorded(compiled, self)
-            return original(plan, config, compiled, *rest, **named)
-
-        runner._bench_original = original  # type: ignore[attr-defined]
-        ckv_compile.backend.GraphRunner = runner  # type: ignore[assignment,misc]
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        self._on = True
-        try:
-            yield
-        finally:
-            self._on = False
-
-    def forget(self) -> None:
-        self.call, self.inputs = None, ()
-
-
-class _Recorded:
-    """A compiled graph that tells of its calls; everything else of it shows through."""
-
-    def __init__(self, inner: Callable, recorder: Recorder) -> None:
-        self._inner, self._recorder = inner, recorder
-
-    def __call__(self, *inputs: Any) -> Any:
-        if self._recorder._on:
-            self._recorder.call, self._recorder.inputs = self._inner, inputs
-        return self._inner(*inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 # ---------------------------------------------------------------------- claims
@@ -508,7 +240,7 @@ def plot(path: Path) -> Path:
 
 def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-8b", choices=[name for name in SHAPES if name != "tiny"])
+    parser.add_argument("--model", default="qwen3-8b", choices=[name for name in SHAPES if not name.startswith("tiny")])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS), help="of the bare steps, in tokens")
     parser.add_argument("--graph", default="keys", choices=("keys", "attention", "mixed"), help="what ours partitions")

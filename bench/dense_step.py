@@ -42,14 +42,41 @@ class Shape:
     intermediate: int
     vocab: int
 
+    window: int | None = None  # of every other layer, the first one included
+    more: tuple[tuple[str, Any], ...] = ()  # further entries of the configuration
+
     def config(self, layers: int | None = None, positions: int = 1 << 21):
-        own = {"rope_theta": 1e6} if self.family == "Qwen3" else {"rope_theta": 5e5}
+        theta = 1e6 if self.family == "Qwen3" else 5e5
+        own = {} if self.family == "GptOss" else {"rope_theta": theta}
+        if self.family != "Qwen2":
+            own["head_dim"] = self.head_dim
+        if self.window:
+            own["sliding_window"] = self.window
         return getattr(transformers, f"{self.family}Config")(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=layers or self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim, max_position_embeddings=positions, tie_word_embeddings=False, bos_token_id=None,
-            eos_token_id=None, pad_token_id=0, **own,
+            max_position_embeddings=positions, tie_word_embeddings=False, bos_token_id=None,
+            eos_token_id=None, pad_token_id=0, **own, **dict(self.more),
         )  # fmt: skip
+
+    def gib(self, layers: int | None = None) -> float:
+        """Of the weights in bfloat16, but for norms and biases."""
+        experts = dict(self.more).get("num_local_experts", 1)
+        layer = self.hidden * (self.head_dim * 2 * (self.heads + self.kv_heads) + 3 * self.intermediate * experts)
+        return 2 * ((layers or self.layers) * layer + 2 * self.vocab * self.hidden) / 2**30
+
+    def cache_gib(self, tokens: int, layers: int | None = None) -> float:
+        """Of K and V in bfloat16, of the layers that see everything."""
+        return 4 * self.full_layers(layers or self.layers) * tokens * self.kv_heads * self.head_dim / 2**30
+
+    def full_layers(self, layers: int) -> int:
+        """Layers, of so many, that see the whole context."""
+        return layers // 2 if self.window else layers
+
+    @property
+    def attention(self) -> str:
+        """The implementation that transformers is asked for: gpt-oss knows no SDPA."""
+        return "eager" if self.family == "GptOss" else "sdpa"
 
 
 SHAPES = {
@@ -57,7 +84,15 @@ SHAPES = {
     "qwen3-8b": Shape("Qwen3", 4096, 36, 32, 8, 128, 12288, 151936),
     "qwen3-14b": Shape("Qwen3", 5120, 40, 40, 8, 128, 17408, 151936),
     "llama-3.1-8b": Shape("Llama", 4096, 32, 32, 8, 128, 14336, 128256),
+    "qwen2.5-7b": Shape("Qwen2", 3584, 28, 28, 4, 128, 18944, 152064),
+    "gpt-oss-20b": Shape(
+        "GptOss", 2880, 24, 64, 8, 64, 2880, 201088, 128, (("num_local_experts", 32), ("num_experts_per_tok", 4))
+    ),
     "tiny": Shape("Qwen3", 64, 2, 4, 2, 16, 96, 128),
+    "tiny-qwen2": Shape("Qwen2", 64, 2, 4, 2, 16, 96, 128),
+    "tiny-gpt-oss": Shape(
+        "GptOss", 64, 2, 4, 2, 16, 96, 128, 8, (("num_local_experts", 4), ("num_experts_per_tok", 2))
+    ),
 }
 
 
@@ -69,16 +104,16 @@ def random_model(shape: Shape, layers: int | None, dtype: torch.dtype, device: s
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(shape.config(layers), attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(shape.config(layers), attn_implementation=shape.attention)
     finally:
         torch.set_default_dtype(before)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.02, generator=generator)
             else:
-                parameter.fill_(1)
+                parameter.fill_(0 if name.endswith("bias") else 1)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval()
 

@@ -66,6 +66,11 @@ class Clock:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
 
+def lists_of(tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor]:
+    neighbor, weight = planted_lists(heads, GRAPHS, tokens, KAPPA, FIRST, device)
+    return neighbor[0], weight[0]
+
+
 def arguments(lists: tuple[Tensor, Tensor]) -> dict[str, Any]:
     return {"neighbor": lists[0][None], "weight": lists[1][None], "first": [FIRST], "graphs": GRAPHS, "lam": LAM} | {
         "prune": PRUNE
@@ -107,7 +112,7 @@ def built(lists: tuple[Tensor, Tensor], **options: Any) -> list[device_graph.Joi
 
 def check(device: str, merged: int | None, kernels: bool) -> None:
     """Raises where kernels and torch differ."""
-    lists = planted_lists(4096, 4 * GRAPHS, KAPPA, device)
+    lists = lists_of(4096, 4 * GRAPHS, device)
     if not kernels:
         return
     ours, theirs = (built(lists, merged=merged, kernels=one, terms_at_once=1 << 26) for one in (True, False))
@@ -208,7 +213,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     rows = []
     for tokens in args.tokens:
         for heads in args.lists:
-            lists = planted_lists(tokens, heads, KAPPA, args.device)
+            lists = lists_of(tokens, heads, args.device)
             for form in forms:
                 row = measure(tokens, heads, form, args.device, args.repetitions, lists)
                 if args.beside and cuda and tokens == max(args.tokens):

@@ -1,65 +1,85 @@
-"""Edges like those of text, for models of random weights: theirs make every token attend to the same few.
+"""Edges like those of real text, in the place of those of a prompt: a model of random weights attends to everything alike.
 
-Every token has a subject of its own kind per list, drawn so that a subject has some ``SUBJECT`` tokens all over the
-context. Half of a token's list are the tokens before it in its subject, the nearest first; a quarter, the positions right
-before it; a quarter, earlier positions at random. Weights fall geometrically along the list.
+Such a graph has no communities; searching them takes far longer than it does on text. Here a token's strongest keys lie,
+as measured on SmolLM2 and Qwen2.5-Coder, for the larger part within the last 64 tokens, and for the rest at earlier
+tokens of its topic; a few are hubs. Every layer gets the same lists. All that costs time stays: the lists are still made
+by the model's own kernel, then these go the same way to the graph, the partition and the index.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckv_compile.runtime.sequence import Sequence
 
-SUBJECT = 64  # tokens of a subject, on average
-DECAY = 0.6
+LOCAL, HUBS = 0.55, 0.05  # parts of the slots of a list
+NEAR = 64  # tokens
+TOPIC = 32  # tokens of a topic, in the mean
+SPAN = 4096  # tokens that a topic spreads over
+DECAY = 0.6  # of the weight from slot to slot
 
 
 def planted_lists(
-    tokens: int, lists: int, kappa: int, device: torch.device | str, seed: int = 0
+    heads: int, kv_heads: int, tokens: int, kappa: int, first: int, device: torch.device | str, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(neighbor int32, -1 where there is none, weight float32), both ``[lists, tokens, kappa]``; causal, none twice."""
+    """Neighbours int32 [1, heads, tokens, kappa], -1 where there is none, and weights float32, of the same shape.
+
+    first: positions before it are no neighbours. The heads of a group share their topics. Lists hold no key twice.
+    """
     generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device, generator=generator)
+
     position = torch.arange(tokens, device=device)
-    own, near = kappa // 2, kappa // 4
-    neighbor = torch.full((lists, tokens, kappa), -1, dtype=torch.int64, device=device)
-    for one in neighbor:
-        subject = torch.randint(0, max(1, tokens // SUBJECT), (tokens,), device=device, generator=generator)
-        order = torch.argsort(subject, stable=True)
-        for back in range(1, own + 1):
-            same = subject[order[back:]] == subject[order[:-back]]
-            one[order[back:][same], back - 1] = order[:-back][same]
-        for back in range(1, near + 1):
-            one[back:, own + back - 1] = position[:-back]
-        for column in range(own + near, kappa):
-            share = torch.rand(tokens, device=device, generator=generator)
-            one[1:, column] = (share * position).long()[1:]
-    ordered, place = neighbor.sort(-1)
-    twice = torch.zeros_like(ordered, dtype=torch.bool)
-    twice[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    neighbor.masked_fill_(torch.zeros_like(twice).scatter_(-1, place, twice), -1)
-    weight = (DECAY ** torch.arange(kappa, device=device)).expand_as(neighbor) * (neighbor >= 0)
-    return neighbor.int(), (weight / weight.sum(-1, keepdim=True).clamp_min(1e-6)).float()
+    neighbor = torch.empty(1, heads, tokens, kappa, dtype=torch.int32, device=device)
+    hubs = first + (random(8) * min(tokens, SPAN)).long().clamp_max(max(0, tokens - first - 1))
+    group = heads // kv_heads
+    for kv_head in range(kv_heads):
+        window = (position + int(SPAN * random(1))) // SPAN
+        topics = max(1, SPAN // TOPIC)
+        topic = window * topics + (random(tokens) ** 1.5 * topics).long()  # of unequal sizes
+        order = (topic * tokens + position).argsort()
+        place = torch.empty_like(order)
+        place[order] = position
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            back = (
+                random(tokens, kappa) ** 2 * 2 * kappa
+            ).long() + 1  # earlier tokens of the topic, nearer ones rather
+            earlier = place[:, None] - back
+            same = order[earlier.clamp_min(0)]
+            known = (earlier >= 0) & (topic[same] == topic[:, None])
+            near = position[:, None] - 1 - (random(tokens, kappa) ** 2 * NEAR).long()
+            kind = random(tokens, kappa)
+            chosen = torch.where((kind >= LOCAL) & known, same, near)
+            chosen = torch.where(kind < HUBS, hubs[(random(tokens, kappa) * len(hubs)).long()], chosen)
+            usable = (chosen >= first) & (chosen < position[:, None])
+            chosen = torch.where(usable, chosen, -1)
+            ordered = chosen.sort(-1, descending=True).values
+            again = torch.zeros_like(usable)
+            again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+            neighbor[0, head] = torch.where(again, -1, ordered).int()
+    weight = DECAY ** torch.arange(kappa, device=device) * 0.3 * (0.5 + random(1, heads, tokens, kappa))
+    return neighbor, torch.where(neighbor >= 0, weight, 0.0)
 
 
 @contextlib.contextmanager
 def planted_edges() -> Iterator[None]:
-    """Prompts of one row that are prefilled inside get these lists in place of their attention's, computed all the same."""
+    """Prompts that begin a cache are partitioned by planted lists instead of their own."""
     original, made = Sequence.offer, {}
 
-    def offer(self: Sequence, layer: int, key: Tensor, length: int, num_new: int, neighbor: Any, weight: Any) -> None:
-        if neighbor is not None and length == 0:
-            shape = neighbor.shape[1:]
-            if shape not in made:
+    def offer(self: Sequence, layer: int, key: Tensor, length: int, num_new: int, neighbor, weight) -> None:
+        if neighbor is not None and length == 0 and neighbor.shape[0] == 1:
+            _, heads, tokens, kappa = neighbor.shape
+            wanted = heads, self.geometry.num_kv_heads, tokens, kappa, self.config.num_sink_tokens, neighbor.device
+            if wanted not in made:
                 made.clear()
-                made[shape] = planted_lists(shape[1], shape[0], shape[2], neighbor.device)
-            neighbor.copy_(made[shape][0].to(neighbor.dtype))
-            weight.copy_(made[shape][1].to(weight.dtype))
+                made[wanted] = planted_lists(*wanted)
+            neighbor, weight = made[wanted]
         original(self, layer, key, length, num_new, neighbor, weight)
 
     Sequence.offer = offer  # type: ignore[method-assign]

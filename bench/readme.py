@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from bench.readme_speed import speed_tables
+from bench.readme_tables import peers_section, tables_section
 from bench.results_file import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -196,6 +197,7 @@ def _score(cell: dict | None) -> str:
 
 SECTIONS = {
     "quality": table, "streams": stream_table, "policies": policies_table, "tasks": task_tables, "speed": speed_tables,
+    "tables": tables_section, "peers": peers_section,
 }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def _kernels(profiler: Any) -> list[Event]:
     base = int(trace.get("baseTimeNanoseconds", 0))
     return [
         {
-            "name": event["name"][:80], "lane": "GPU", "thread": int(event["tid"]), "begin": base + int(event["ts"] * 1e3),
+            "name": event["name"][:160], "lane": "GPU", "thread": int(event["tid"]), "begin": base + int(event["ts"] * 1e3),
             "end": base + int((event["ts"] + event["dur"]) * 1e3),
         }
         for event in trace["traceEvents"]

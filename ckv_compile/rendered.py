@@ -28,6 +28,7 @@ class RenderedKernel:
     """One template with its constants. ``ranks``: number of dimensions of each tensor argument that is asked for."""
 
     def __init__(self, name: str, helpers: Sequence[str], constants: dict[str, Any], output_rank: int = 0) -> None:
+        self.name = f"ckv_{name}"  # by which profiles know it
         constants = {"PDL": False, **constants}
         self.constants = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages")}
         self.options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages")}
@@ -36,7 +37,7 @@ class RenderedKernel:
         self.arguments: list[str] = []
         self.numbers: list[tuple[str, str, int]] = []  # (kind, tensor, dimension)
         self.text = self._render(load_template(name, *helpers))
-        self.kernel = _load(self.text)
+        self.kernel = _load(self.text, self.name)
 
     def __call__(self, grid: tuple[int, int, int], tensors: dict[str, Any], output: torch.Tensor) -> Any:
         """Launch with the tensors by name. Sizes and strides that the kernel asks for are taken from them."""
@@ -84,7 +85,7 @@ class RenderedKernel:
         body = environment.from_string(source).render(
             def_kernel=def_kernel, stride=stride, size=size, store_output=store_output, **self.constants
         )
-        head = f"@triton.jit\ndef kernel({', '.join(self.names())}):\n"
+        head = f"@triton.jit\ndef {self.name}({', '.join(self.names())}):\n"
         head += "".join(f"    {name}: tl.constexpr = {value}\n" for name, value in self.constants.items())
         return "import triton\nimport triton.language as tl\n\n\n" + body.replace("<DEFINITION>", head, 1)
 
@@ -99,7 +100,7 @@ def cached_kernel(name: str, constants: tuple[tuple[str, Any], ...]) -> Rendered
     return RenderedKernel(name, [], dict(constants))
 
 
-def _load(text: str) -> Any:
+def _load(text: str, name: str) -> Any:
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     path = Path(tempfile.gettempdir()) / f"ckv_rendered_{digest}.py"
     own = path.with_suffix(f".{os.getpid()}")
@@ -110,7 +111,7 @@ def _load(text: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.kernel
+    return getattr(module, name)
 
 
 # ---------------------------------------------------------------------- the decode operators, launched on tensors

@@ -300,10 +300,13 @@ def tiny_config(family: str, **changes):
         "olmo2": ("Olmo2Config", {}),
         "granite": ("GraniteConfig", {"attention_multiplier": 0.125}),
         "cohere": ("CohereConfig", {}),
+        "falcon": ("FalconConfig", {"multi_query": True, "alibi": False, "bias": False}),  # one KV head
     }[family]
     size = {**size, **own, **changes}
     if family in ("qwen2", "phi3", "olmo2", "granite", "cohere"):
         del size["head_dim"]
+    if family == "falcon":
+        del size["head_dim"], size["num_key_value_heads"]
     return getattr(transformers, name)(**size)
 
 

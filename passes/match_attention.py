@@ -394,7 +394,9 @@ def _heads(
         raise RefusedError("the number of heads is not known at compile time")
     group, rest = divmod(num_query_heads, num_kv_heads)
     grouped = key_repeats == value_repeats and num_kv_heads == value_heads and rest == 0
-    if not grouped or not (key_repeats == group or (call.enable_gqa and group % key_repeats == 0)):
+    # One head of each is broadcast to all query heads, asked or not (Falcon).
+    shared = call.enable_gqa or (num_kv_heads == key_repeats == 1)
+    if not grouped or not (key_repeats == group or (shared and group % key_repeats == 0)):
         raise RefusedError(
             f"{num_query_heads} query heads do not read {num_kv_heads} key heads and {value_heads} value heads "
             "in groups of equal size"

@@ -55,6 +55,17 @@ decode
     )
 
 
+def test_the_one_head_of_falcon_is_read_by_all():
+    assert_expected_inline(
+        layers("falcon", num_hidden_layers=1).replace("transformer.h.0.", ""),
+        """\
+prefill
+  self_attention scaled_dot_product_attention, empty cache, 4/1 heads of 16, scale 0.25, padding [2, 9]
+decode
+  self_attention scaled_dot_product_attention, dynamic cache, 4/1 heads of 16, scale 0.25, padding [2, s16]""",
+    )
+
+
 def test_granite_scales_by_its_own_number():
     assert_expected_inline(
         layers("granite", num_hidden_layers=1),

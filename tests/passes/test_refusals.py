@@ -435,6 +435,32 @@ def test_groups_of_different_size_for_keys_and_values_are_refused():
     assert "in groups of equal size" in reasons(captured)[0]
 
 
+@pytest.mark.parametrize(("repeated", "matches"), [((), True), (("keys", "values"), True), (("values",), False)])
+def test_one_head_is_read_by_all_query_heads(repeated, matches):
+    """Broadcast by torch or repeated by the model; not one of them each way."""
+
+    class OneHead(Attention):
+        def forward(self, hidden, keys, values):
+            query, key, value = self.project(hidden)
+            keys, values = self.join(keys, key[:, :1]), self.join(values, value[:, :1])
+            read = {
+                name: one.repeat_interleave(4, dim=1) if name in repeated else one
+                for name, one in (("keys", keys), ("values", values))
+            }
+            mask = self.mask(query.shape[2], keys.shape[2])
+            out = F.scaled_dot_product_attention(query, read["keys"], read["values"], attn_mask=mask)
+            return out, keys, values
+
+    shape = (2, 1, 6, 16)
+    captured = capture_call(OneHead(), torch.randn(2, 3, 64), torch.randn(shape), torch.randn(shape))
+    sites, refusals = find_sites(captured.gm)
+    assert len(sites) == matches
+    if matches:
+        assert (sites[0].num_query_heads, sites[0].num_kv_heads) == (4, 1)
+    else:
+        assert "in groups of equal size" in refusals[0].reason
+
+
 def test_arguments_by_position_match_like_arguments_by_name():
     def attend(self, query, key, value):
         mask = self.mask(query.shape[2], key.shape[2])

@@ -502,6 +502,15 @@ def test_every_ratio_of_heads_computes_the_same(heads, head_dim):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("graph", ["keys", "attention"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_one_head_that_all_query_heads_read_computes_the_same(cache, graph):
+    """Falcon's: scaled_dot_product_attention broadcasts it, without being told of groups."""
+    graphs = captured_turns("falcon", cache, True, (20, 1), num_hidden_layers=1)
+    for expected, got in both(graphs, CommunityConfig(graph=graph, **EXACT), [3, 0]):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_small_budget_makes_a_difference(cache):
     """Else the comparisons above would say nothing about retrieval."""
