@@ -34,6 +34,7 @@ import contextlib
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
