@@ -117,6 +117,22 @@ def assigns_tokens(config: CommunityConfig) -> bool:
     return config.policy == "communities" and (config.graph != "keys" or config.append == "assign")
 
 
+def centres_keys(config: CommunityConfig) -> bool:
+    """Whether centroids are means less one vector of their graph, ``key_mean``.
+
+    It adds the same to every product of a query, which no order of that query's own scores depends on. But the heads of a
+    group share one list, and with it a head whose queries lie along what all keys have in common would fill it alone.
+    Not where the means themselves are read: where tokens are assigned, and where communities are attended by their means.
+    """
+    return not assigns_tokens(config) and config.centroid_budget == 0
+
+
+def community_score(config: CommunityConfig) -> str:
+    """What ``ckv::route`` ranks communities by. Heads of a group share a list: they count alike where keys are centred."""
+    own = policy_of(config.policy).score
+    return own or ("relative" if config.score == "max" and centres_keys(config) else config.score)
+
+
 def shortlist_slots(config: CommunityConfig) -> int:
     """Communities that ``route`` lists for ``retrieve``: some four times what fills the budget, 32 or 64 a part.
 
@@ -248,6 +264,7 @@ class IndexShape:
             "mean_value": (*per_graph, self.communities, self.centroid_dim),  # values are as wide as keys
             "centroid_scale": (*per_graph, self.communities),
             "channel_scale": (*per_graph, self.centroid_dim),
+            "key_mean": (*per_graph, self.centroid_dim),
             "start": (*per_graph, self.communities),
             "stored": (*per_graph, self.communities),
             "size": (*per_graph, self.communities),

@@ -674,6 +674,8 @@ def assert_consistent_index(sequence: Any) -> None:
                 full = [community for community, positions in enumerate(members) if positions]
                 keys = key[row, graph * key.shape[1] // shape.graphs]
                 mean = torch.stack([keys[members[community]].mean(0) for community in full])
+                if "key_mean" in index.buffers:
+                    mean = mean - index.key_mean[at]
                 step = index.centroid_scale[at][full, None] * index.channel_scale[at]
                 # Codes are rounded to the nearest, and running means are one rounding of the dtype away per token.
                 tolerance = 0.51 * step + 1e-4
@@ -697,7 +699,7 @@ def assert_consistent_index(sequence: Any) -> None:
 
 def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: float = 0.25) -> tuple[Tensor, Tensor]:
     """The list of a decode step of ``bare_sequence`` for ``query`` [B, Hq, Q, D], by the operators of its policy."""
-    from ckv_compile.index_layout import POLICY_STATE
+    from ckv_compile.index_layout import POLICY_STATE, community_score
     from ckv_compile.policies import TokenPolicy, policy_of
 
     index, config, shape = sequence.index, sequence.config, sequence.shape
@@ -720,7 +722,7 @@ def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: 
     read = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
     listed = torch.ops.ckv.route(
         query, *(at[name] for name in read), capacity, at["scores"], layer, shape.graphs, shape.kv_heads, scale,
-        policy.score or config.score, sequence.length_device, 2048, *visit,
+        community_score(config), sequence.length_device, 2048, *visit,
     )  # fmt: skip
     return torch.ops.ckv.retrieve(
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],

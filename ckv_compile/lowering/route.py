@@ -95,5 +95,5 @@ def constants_of(
         "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(8, next_power_of_2(rows)),
         "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
         "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
-        "LISTED": False, "GROUP": GROUP,
+        "LISTED": False, "GROUP": GROUP, "RELATIVE": score == "relative",
     }  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.ops.library import register_op, require, require_graphs, require_length
 
-SCORES = ("max", "softmax", "recency", "random")
+SCORES = ("max", "relative", "softmax", "recency", "random")
 
 
 def _check(
@@ -41,7 +41,8 @@ def _check(
     require((visit is None) == (visit_count is None), "visit_count", "be given with visit", type(visit_count).__name__)
     if visit is not None and visit_count is not None:
         lists = (query.shape[0], num_graphs)
-        require(score == "max", "score", "be 'max' where visit is given", repr(score))
+        allowed = score in ("max", "relative")
+        require(allowed, "score", "be 'max' or 'relative' where visit is given", repr(score))
         require(
             visit.dim() == 3 and visit.shape[:2] == lists,
             "visit",

@@ -35,8 +35,9 @@ def route(
     KV heads D is Hkv * D, the heads' keys side by side, and a head uses its KV head's part.
     size int32 [L, B, G, C], num_communities int32 [L, B, G]: flat. capacity: int32 [3]. length: int [1].
     score: "max" is the largest q . centroid * scale over the graph's heads and the Q queries, for which one retrieval
-    serves, "softmax" the sum over both of the softmax over communities, "recency" the community's id, "random" a hash
-    of (id, length, layer) in [0, 1).
+    serves, "relative" the same with each query divided by the length of q * channel_scale * scale: what its products
+    deviate by over communities, if centroids are centred and channels independent. "softmax" is the sum over both of the
+    softmax over communities, "recency" the community's id, "random" a hash of (id, length, layer) in [0, 1).
     Ids from ``num_communities`` on and empty communities get -inf. So do, where visit int32 [B, G, any] and visit_count
     int32 [B, G] of ``route_coarse`` are given, communities of groups that are not listed there; a count of -1 lists all.
     """
@@ -62,7 +63,14 @@ def route(
         products = _products(
             query, centroid, centroid_scale, channel_scale, layer, num_graphs, num_kv_heads, room, used
         )  # [B, G, heads * Q, used]
-        if score == "max":
+        if score == "relative":
+            parts = num_kv_heads if num_graphs == 1 else 1
+            graphs, dim = (batch, num_graphs, parts), query.shape[3]
+            weight = layer_state(channel_scale, layer, (*graphs, dim), "channel_scale")[:, :, :, None] * scale
+            weight = query.to(products.dtype).reshape(*graphs, -1, dim) * weight
+            length_of = torch.linalg.vector_norm(weight, dim=-1).clamp(min=1e-15).flatten(2)
+            values = (products * scale / length_of[..., None]).amax(2)
+        elif score == "max":
             values = products.amax(2) * scale if scale >= 0 else products.amin(2) * scale
         else:
             products = (products * scale).masked_fill_(absent[:, :, None], -torch.inf)

@@ -2,8 +2,8 @@
 
 One copy of pinned memory brings what workers packed to the device (several, where it is large), one kernel puts starts,
 sizes and members in their places, and one makes centroids of the members' keys; where a layer's channel scales are set
-anew, another one has added the squares before. They follow each other on the caller's stream, on which the counters that
-make a step read the new communities are written last.
+anew, another one has added the means and their squares before. They follow each other on the caller's stream, on which the
+counters that make a step read the new communities are written last.
 
 Centroids read every key of what is published once, twice where scales are new: 131,072 tokens of 36 layers and 8 heads
 of 128 bf16 are 9.7 GB, some 5 ms on an H200; 512 tokens some 0.1 ms, of which most are the launches.
@@ -84,19 +84,26 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
 
     def means(use: str, cache: Tensor, offset: Tensor, out: Tensor, number: int, parts: int, **more: Tensor) -> None:
         tensors = {name: place[name] for name in ("CAPACITY", "START", "STORED", "MEMBER")}
-        _kernel("community_means", **means_constants(shape, use, aligned=aligned))(
+        constants = means_constants(shape, use, aligned=aligned, centred="KEY_MEAN" in more)
+        _kernel("community_means", **constants)(
             (parts, rows, number), {"ENTRIES": table, "KEY": cache, "OFFSET": offset, **tensors, **more}, out
         )
 
     key = writes[0].key
+    centred = "key_mean" in index.buffers
     if anew:
-        squares = torch.empty(len(anew), rows, PARTS, shape.centroid_dim, dtype=torch.float32, device=index.device)
-        means("squares", key, offset_of[0], squares, len(anew), PARTS)
-        mean_square = squares.sum(2) / count.view(len(anew), rows, 1).clamp(min=1)
+        sums = torch.empty(len(anew), rows, PARTS, 2, shape.centroid_dim, dtype=torch.float32, device=index.device)
+        means("squares", key, offset_of[0], sums, len(anew), PARTS)
+        mean, mean_square = (sums.sum(2) / count.view(len(anew), rows, 1, 1).clamp(min=1)).unbind(2)
+        if centred:
+            index.key_mean.index_copy_(0, layer_of, mean.view(len(anew), *index.key_mean.shape[1:]))
+            mean_square = (mean_square - mean.square()).clamp_(min=0.0)
         new = scales_of(mean_square).view(len(anew), *index.channel_scale.shape[1:])
         index.channel_scale.index_copy_(0, layer_of, new)
     parts = -(-int(entries[:, 1].max()) // COMMUNITIES)
     scales = {"CHANNEL_SCALE": index.channel_scale, "CENTROID_SCALE": index.centroid_scale}
+    if centred:
+        scales["KEY_MEAN"] = index.key_mean
     means("codes", key, offset_of[0], index.centroid, len(writes), parts, **scales)
     if len(offset_of) > 1:
         assert writes[0].value is not None, "an index that keeps mean values needs the values"
@@ -130,10 +137,13 @@ def place_constants(labels: bool) -> dict[str, Any]:
     return {"BLOCK": BLOCK, "LABELS": labels, "num_warps": 4, "num_stages": 1}
 
 
-def means_constants(shape: Any, use: str, *, aligned: bool) -> dict[str, Any]:
-    """use: "squares", "codes" or "means". aligned: whether K of every layer begins as 16 bytes do."""
+def means_constants(shape: Any, use: str, *, aligned: bool, centred: bool = False) -> dict[str, Any]:
+    """use: "squares", "codes" or "means". aligned: whether K of every layer begins as 16 bytes do.
+
+    centred: codes are those of means less the graph's ``key_mean``.
+    """
     return {
-        "SQUARES": use == "squares", "CODES": use == "codes", "ALIGNED": aligned,
+        "SQUARES": use == "squares", "CODES": use == "codes", "ALIGNED": aligned, "CENTRED": centred,
         "GRAPHS": shape.graphs, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "WIDTH": shape.centroid_dim,
         "BLOCK_D": next_power_of_2(shape.centroid_dim), "ROWS": ROWS, "num_warps": 1 if shape.centroid_dim <= 256 else 4,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from ckv_compile.index_layout import (
     POLICY_STATE,
     IndexShape,
     assigns_tokens,
+    centres_keys,
     num_groups,
     state_dtypes,
 )
@@ -43,6 +44,8 @@ class CommunityIndex:
             name: torch.full(shape.of(name), EMPTY.get(name, 0), dtype=kind, device=device)
             for name, kind in state_dtypes(config, dtype).items()
         }
+        if centres_keys(config):  # for publications only: no step reads it
+            self.buffers["key_mean"] = torch.zeros(shape.of("key_mean"), dtype=torch.float32, device=device)
         sizes = [[shape.communities, shape.tokens, shape.log, layer] for layer in range(shape.layers)]
         self.capacity = to_device(np.array(sizes, np.int32), device)
         self.nominal = {name: buffer.view(-1)[:NOMINAL_STATE] for name, buffer in self.buffers.items()}
@@ -346,6 +349,12 @@ class CommunityIndex:
         self.stored[layer, :, :, at:upto].copy_(size)
         self.size[layer, :, :, at:upto].copy_(size)
         centroid = torch.ops.ckv.community_centroids(key, member, start - first, size)
+        if "key_mean" in self.buffers:
+            present = (size > 0)[..., None]
+            if anew:
+                total = (centroid.float() * present).sum(-2)
+                self.key_mean[layer].copy_(total / present.sum(-2).clamp(min=1))
+            centroid = torch.where(present, centroid.float() - self.key_mean[layer][:, :, None], 0.0)
         if anew:
             self.channel_scale[layer].copy_(channel_scales(centroid, size))
         self.write_centroids(layer, (slice(None), slice(None), slice(at, upto)), centroid)
@@ -364,7 +373,10 @@ class CommunityIndex:
             self.gamma[layer].copy_(self._device(block.gamma))
 
     def write_centroids(self, layer: int, place: tuple, mean: torch.Tensor) -> None:
-        """Mean keys ``[B, G, c, D]`` (or of one row and graph) of the communities at ``place`` of the layer."""
+        """Mean keys ``[B, G, c, D]`` (or of one row and graph) of the communities at ``place`` of the layer.
+
+        Centred where the index has a ``key_mean``.
+        """
         code, scale = torch.ops.ckv.encode_centroids(mean, self.channel_scale[layer][place[:2]])
         self.centroid[layer][place].copy_(code)
         self.centroid_scale[layer][place].copy_(scale)

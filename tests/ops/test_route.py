@@ -49,6 +49,10 @@ def oracle(query, index, heads, graphs, score, layer=1, scale=0.3):
                     centroids = centroids[:, kv_head * dim : (kv_head + 1) * dim]
                 for one in query[row, head].double():
                     products = torch.stack([centroids[c] @ one * scale for c in ids])
+                    if score == "relative":
+                        part = head // (heads[0] // heads[1]) if graphs == 1 else 0
+                        channels = index.channel_scale[layer, row, graph].double()[part * dim : (part + 1) * dim]
+                        products /= (one * channels * scale).norm()
                     rows_of.append(torch.softmax(products, 0) if score == "softmax" else products)
             stacked = torch.stack(rows_of)
             want[row, graph, ids] = stacked.sum(0) if score == "softmax" else stacked.amax(0)
@@ -58,7 +62,7 @@ def oracle(query, index, heads, graphs, score, layer=1, scale=0.3):
 GROUPINGS = [((9, 3), 3), ((9, 3), 9), ((9, 3), 1), ((7, 1), 1), ((8, 2), 2), ((8, 8), 8), ((12, 4), 4)]
 
 
-@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize("score", ["max", "relative", "softmax"])
 @pytest.mark.parametrize(("heads", "graphs"), GROUPINGS)
 def test_score_combines_the_heads_of_a_graph(heads, graphs, score):
     query, index = case(heads, graphs)
@@ -67,7 +71,7 @@ def test_score_combines_the_heads_of_a_graph(heads, graphs, score):
 
 
 @pytest.mark.parametrize("queries", [2, 8])
-@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize("score", ["max", "relative", "softmax"])
 @pytest.mark.parametrize(("heads", "graphs"), GROUPINGS)
 def test_score_combines_the_queries_of_a_row(heads, graphs, score, queries):
     query, index = case(heads, graphs, queries=queries)
@@ -142,7 +146,7 @@ def test_state_behind_a_copied_view_raises():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": "best"}, "score must be one of 'max', 'softmax', 'recency', 'random', got 'best'"),
+        ({"score": "best"}, "score must be one of 'max', 'relative', 'softmax', 'recency', 'random', got 'best'"),
         ({"graphs": 3}, r"num_graphs must be 1, the number of KV heads \(2\) or of query heads \(6\), got 3"),
         ({"kv_heads": 4}, "num_kv_heads must divide the 6 query heads, got 4"),
         ({"slots": 96}, "slots must be a power of 2 from 64 on, got 96"),

@@ -123,8 +123,12 @@ def test_kernels_publish_what_the_host_publishes(options):
     codes, ours_scale, their_scale = {}, ours.index.centroid_scale, theirs.index.centroid_scale
     for name, buffer in ours.index.buffers.items():
         other = theirs.index.buffers[name]
-        if name in ("centroid", "coarse"):
+        if name == "centroid":
             codes[name] = (buffer.int() - other.int()).abs()
+        elif name == "coarse":  # the mean of a group of all communities is rounding, as they are centred
+            steps = ours.index.coarse_scale[..., None], theirs.index.coarse_scale[..., None]
+            apart = (buffer.float() * steps[0] - other.float() * steps[1]).abs()
+            assert (apart <= 1.001 * steps[0].abs() + 1e-6).all()
         elif buffer.is_floating_point():
             torch.testing.assert_close(buffer, other, rtol=1e-5, atol=1e-6, msg=name)
         else:
@@ -133,6 +137,28 @@ def test_kernels_publish_what_the_host_publishes(options):
         assert code.max() <= 1, name
         assert code.double().mean() < 1e-3, name
     torch.testing.assert_close(ours_scale, their_scale, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("graphs", ["group", "layer"])
+def test_centroids_do_not_hold_what_all_keys_have_in_common(graphs):
+    """A head whose queries lie along it would have the best scores of its group everywhere."""
+    config = config_of({"policy": "random", "graph_aggregation": graphs})  # pages: keys have no part in them
+    keys = torch.randn(2, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+    common = 8 * torch.randn(2, 1, 2, 1, 16, generator=torch.Generator().manual_seed(1))
+    indexes = []
+    for given in (keys, keys + common):
+        sequence = bare_sequence(config, 200, keys=given)
+        for layer in range(2):
+            sequence.offer(layer, given[layer], 0, 150, None, None)
+        sequence.prefilled(150)
+        sequence.publish()
+        indexes.append(sequence.index)
+    plain, moved = indexes
+    torch.testing.assert_close(moved.key_mean, plain.key_mean + common.reshape(plain.key_mean.shape), atol=1e-4, rtol=0)
+    torch.testing.assert_close(moved.channel_scale, plain.channel_scale, atol=1e-4, rtol=0)
+    torch.testing.assert_close(moved.centroid_scale, plain.centroid_scale, atol=1e-4, rtol=0)
+    assert (moved.centroid.int() - plain.centroid.int()).abs().max() <= 1
+    assert plain.centroid.any()
 
 
 class Launches(TorchDispatchMode):

@@ -68,7 +68,7 @@ POINTERS = {
     "CANDIDATE_SCORE": "fp32", "SCORE": "fp32", "NORM": "fp32", "WEIGHT": "fp32", "SUMMARY_TOTAL": "fp32",
     "SUMMARY_TOP": "fp32", "SUMMARY_MASS": "fp32", "COMMUNITY_WEIGHT": "fp32", "GAMMA": "fp32", "EDGE_WEIGHT": "fp32",
     "INCREMENT": "fp32", "SUMS": "fp32", "INVERSE": "fp32", "OFFSET": "i64", "COARSE": "i8", "COARSE_SCALE": "fp32",
-    "COARSE_SCORES": "fp32",
+    "COARSE_SCORES": "fp32", "KEY_MEAN": "fp32",
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OF_THE_CACHE = {
@@ -252,6 +252,8 @@ def kernels(architecture):
         for use, output in (("squares", "fp32"), ("codes", "i8"), ("means", dtype)):
             constants = block_writes.means_constants(shape, use, aligned=True)
             yield f"{use} D={dim} {dtype} graphs={graphs}", "community_means", [], constants, output, dtype
+        constants = block_writes.means_constants(shape, "codes", aligned=True, centred=True)
+        yield f"centred D={dim} {dtype} graphs={graphs}", "community_means", [], constants, "i8", dtype
         yield f"D={dim} graphs={graphs}", "coarse_centroids", [], block_writes.group_constants(shape), "i8", dtype
 
     for labels in (False, True):
@@ -272,7 +274,7 @@ def kernels(architecture):
     yield from routed(256, "max", 64, queries=8)
     yield from routed(128, "softmax", 64, queries=8)
     yield from routed(128, "max", 64, graphs=1, queries=8)
-    for score in ("softmax", "random"):
+    for score in ("relative", "softmax", "random"):
         yield from routed(128, score)
     for slots, has_log, rows in ((2048, False, 8), (2048, True, 8), (4096, True, 8), (2048, True, 32)):
         yield from listed(slots, has_log, rows)

@@ -61,7 +61,7 @@ def assert_close(got, want, score):
     got, want = (torch.where(s == -torch.inf, 0.0, s).double() for s in (got, want))
     if score in ("recency", "random"):
         assert torch.equal(got, want)
-    elif score == "max":
+    elif score in ("max", "relative"):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-4 * max([1.0, *want.abs().tolist()]))
     else:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-7)
@@ -98,7 +98,7 @@ def test_scores_of_groups_of_any_size(device, group, score):
     check(*case(device, heads, 1), heads, 1, score)
 
 
-@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize("score", ["max", "relative", "softmax"])
 @pytest.mark.parametrize("graphs", [2, 6, 1], ids=["group", "head", "layer"])
 def test_a_graph_per_group_head_or_layer(device, graphs, score):
     query, index = case(device, (6, 2), graphs, batch=2)
@@ -107,7 +107,7 @@ def test_a_graph_per_group_head_or_layer(device, graphs, score):
     check(query, index, (6, 2), graphs, score)
 
 
-@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize("score", ["max", "relative", "softmax"])
 @pytest.mark.parametrize(
     ("heads", "graphs", "queries"), [((6, 2), 2, 2), ((6, 2), 6, 5), ((6, 2), 1, 3), ((8, 1), 1, 8)]
 )
@@ -158,7 +158,7 @@ def test_more_equal_scores_than_fit_are_left_out(device, score):
     check(query, index, (2, 1), 1, score)
 
 
-@pytest.mark.parametrize("score", ["max", "softmax"])
+@pytest.mark.parametrize("score", ["max", "relative", "softmax"])
 def test_zero_queries_and_zero_centroids(device, score):
     query, index = case(device, (4, 2), 2)
     query[:, 0] = 0
@@ -193,8 +193,9 @@ def test_infinite_scores_are_the_best(device, infinite):
     check_list(shortlist[0, 0].cpu(), left_out[0, 0].cpu(), scores, index, 0, 0, 2, 4, QUOTA)
 
 
-def test_negative_scale_still_takes_the_largest_score(device):
-    check(*case(device), (4, 2), 2, scale=-0.3)
+@pytest.mark.parametrize("score", ["max", "relative"])
+def test_negative_scale_still_takes_the_largest_score(device, score):
+    check(*case(device), (4, 2), 2, score, scale=-0.3)
 
 
 def test_default_configuration(device):
