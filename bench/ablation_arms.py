@@ -94,7 +94,9 @@ def components(neighbors, weights, node_first, *, config, **unused) -> Partition
     """Components of the same graph without its weakest edges, ``mean_size`` tokens on average (paper, table 7)."""
     made = attention_graph(neighbors, weights, lam=config.lam, prune=config.prune, first=node_first)
     nodes = made.num_nodes
-    length = float(made.weights.max(initial=0.0)) * 2 - made.weights  # positive, and shortest where an edge is strongest
+    length = (
+        float(made.weights.max(initial=0.0)) * 2 - made.weights
+    )  # positive, and shortest where an edge is strongest
     tree = minimum_spanning_tree(csr_array((length, made.indices, made.indptr), shape=(nodes, nodes))).tocoo()
     kept = np.argsort(tree.data, kind="stable")[: nodes - max(1, round(nodes / config.mean_size))]
     forest = csr_array((np.ones(len(kept)), (tree.row[kept], tree.col[kept])), shape=(nodes, nodes))

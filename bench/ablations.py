@@ -22,7 +22,7 @@ lists of the mean query, components and neighborhoods of the attention graph, an
 out: on a CPU "fast" lists are the exact ones (``bench.topk_prefill`` has what they miss on a GPU).
 
     python -m bench.ablations                                    # hours on one core: run families side by side
-    python -m bench.ablations --families keys --predictions off
+    python -m bench.ablations --families keys --predictions off  # recall and error alone; "only": predictions alone
     python -m bench.ablations --factors kappa lam --texts held_out
     python -m bench.ablations --merge FILE FILE                  # one file from runs of other arms, texts or layers
     python -m bench.ablations --small                            # a tiny random model on one short prompt
@@ -68,7 +68,7 @@ from ckv_compile.testing import attend_step, bare_sequence, retrieve_step
 FAMILIES = {"attention": {"graph": "attention", "mean_size": 16}, "keys": {"graph": "keys", "mean_size": 8}}
 ROLES = ("choosing", "held_out")
 KINDS = ("python", "prose")
-WIDEST = 32  # neighbours of a list that are kept for all arms; none has more
+STREAM_EVERY = 3  # layers whose recall is measured while tokens follow, of those whose recall is measured at all
 MEASURES = ("recall", "error")
 
 
@@ -113,6 +113,7 @@ class Prompts:
     log_probs: Tensor
     new_keys: Tensor
     new_values: Tensor
+    widest: int = 8  # neighbours of a list that are kept, at least
     kept_lists: dict[tuple[str, int], tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -132,8 +133,9 @@ class Prompts:
             if kind == "pooled":
                 query = query.unflatten(1, (-1, self.group_size)).mean(2)
             sinks = 0 if kind == "sinks" else CommunityConfig.num_sink_tokens
+            wide = max(kappa, self.widest if kind == "heads" else 0)
             found = [
-                causal_top(query[row], self.keys[layer, row], self.scale, kappa, sinks) for row in range(len(query))
+                causal_top(query[row], self.keys[layer, row], self.scale, wide, sinks) for row in range(len(query))
             ]
             ids, alphas = (torch.stack(parts) for parts in zip(*found, strict=True))
             kept = self.kept_lists[kind, layer] = ids, alphas
@@ -157,6 +159,23 @@ def read_prompts(
     )  # fmt: skip
 
 
+def kept_prompts(
+    model, rows: list[list[int]], origins: list[tuple[str, str, int]], sizes: Sizes, kept: Path | None,
+    advance: Callable[[], object],
+) -> Prompts:  # fmt: skip
+    """``read_prompts``, or what the file ``kept`` holds of it; written where there is none."""
+    if kept and kept.exists():
+        prompts = torch.load(kept, weights_only=False)
+        if (prompts.origins, prompts.sizes, prompts.tokens.tolist()) != (origins, sizes, rows):
+            raise ValueError(f"{kept} must hold a run over the same texts and sizes; remove it or name another file")
+        return prompts
+    prompts = read_prompts(model, rows, origins, sizes, advance)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(prompts, kept)
+    return prompts
+
+
 # ---------------------------------------------------------------------- one layer's index, and steps over it
 
 
@@ -168,7 +187,7 @@ def config_of(arm: Arm, layer: int, budget: int, more: dict) -> CommunityConfig:
 
 @contextlib.contextmanager
 def recorded(arm: Arm) -> Iterator[dict[str, list[float]]]:
-    """Within, graphs are partitioned as the arm says; yields their modularities at gamma 1 and the seconds of finding them."""
+    """Within, graphs are partitioned as the arm says; yields modularities at gamma 1, and the seconds of finding them."""
     found: dict[str, list[float]] = {"modularity": [], "seconds": []}
     of_attention, of_block = arm.partition or partitions.partition_attention, partitions.partition_keys_block
     of_mixed = partitions.partition_mixed
@@ -291,14 +310,11 @@ def of_dense_queries(
     return torch.stack(recall, 1), torch.stack(error, 1), attended
 
 
-def predictions(
-    model, prompts: Prompts, sequences: list[Sequence], budget: int, advance: Callable[[], object]
-) -> Tensor:
+def predictions(model, prompts: Prompts, sequences: list[Sequence], budget: int) -> Tensor:
     """Log-probabilities [B, window, V] behind the prompts with every layer sparse."""
     context = prompts.sizes.context
 
     def attend(layer, query, key, value, scale):
-        advance()
         prompts.keys[layer, :, :, context:], prompts.values[layer, :, :, context:] = key, value
         sequence = sequences[layer]
         return torch.cat(
@@ -318,20 +334,17 @@ def predictions(
 # ---------------------------------------------------------------------- rows
 
 
-def rows_of(
-    arm: Arm, model, prompts: Prompts, layers: list[int], predicts: bool, more: dict, advance: Callable[[], object]
-) -> list[dict]:
-    """One row per prompt. more: options that the sizes ask for."""
+def rows_of(arm: Arm, model, prompts: Prompts, layers: list[int], predicts: bool, more: dict) -> list[dict]:
+    """One row per prompt: recall and error in ``layers``, predictions or both. more: options that the sizes ask for."""
     sizes, budget = prompts.sizes, prompts.sizes.budget
     context, every = sizes.context, sizes.every
     if arm.stream:
-        context, every = sizes.total - sizes.streamed, sizes.stream_every
+        context, every, layers = sizes.total - sizes.streamed, sizes.stream_every, layers[::STREAM_EVERY]
     if arm.setting == "layer 0":
-        layers = [0]
+        layers = layers[:1]
     warm_up(config_of(arm, 0, budget, more))
     found, about, sequences = [], [], []
     for layer in range(len(prompts.keys)) if predicts else layers:
-        advance()
         sequence, graphs = indexed(arm, prompts, layer, context, budget, more)
         if layer in layers:
             kept = sequence.index.grown(sequence.shape)
@@ -344,31 +357,27 @@ def rows_of(
             sequences.append(sequence)
         else:
             sequence.close()
-    recall, error = (torch.stack([one[number] for one in found]) for number in range(2))  # [layers, B, steps]
     common = {
         "family": arm.family, "factor": arm.factor, "value": arm.value, "default": arm.default, "setting": arm.setting,
-        "budget": budget, "context": context, "layers": layers,
-        "attended": round(float(np.mean([one[2] for one in found])), 1),
-        "graph": {name: float(f"{np.mean([one[name] for one in about]):.5g}") for name in about[0]},
+        "budget": budget, "context": context,
     }  # fmt: skip
-    rows = []
-    for row, (role, kind, number) in enumerate(prompts.origins):
-        measured = {"recall": recall[:, row], "error": error[:, row]}
-        rows.append(
-            common
-            | {"role": role, "test": kind, "prompt": number}
-            | {name: _rounded(values.mean(0)) for name, values in measured.items()}
-            | {f"{name}_by_layer": _rounded(values.mean(1)) for name, values in measured.items()}
-        )
+    rows = [common | {"role": role, "test": kind, "prompt": number} for role, kind, number in prompts.origins]
+    if layers:
+        graph = {name: float(f"{np.mean([one[name] for one in about]):.5g}") for name in about[0]}
+        attended = round(float(np.mean([one[2] for one in found])), 1)
+        for name, parts in (("recall", 0), ("error", 1)):
+            values = torch.stack([one[parts] for one in found])  # [layers, B, steps]
+            for row, one in enumerate(rows):
+                one |= {"layers": layers, "attended": attended, "graph": graph}
+                one |= {name: _rounded(values[:, row].mean(0)), f"{name}_by_layer": _rounded(values[:, row].mean(1))}
     if predicts:
-        ours = predictions(model, prompts, sequences, budget, advance)
+        ours = predictions(model, prompts, sequences, budget)
         for sequence in sequences:
             sequence.close()
         dense = prompts.log_probs
         agree, kl = ours.argmax(-1) == dense.argmax(-1), (dense.exp() * (dense - ours)).sum(-1)
         for row, one in enumerate(rows):
-            one["agree"] = "".join(str(int(bit)) for bit in agree[row])
-            one["kl"] = _rounded(kl[row])
+            one |= {"agree": "".join(str(int(bit)) for bit in agree[row]), "kl": _rounded(kl[row])}
     return rows
 
 
@@ -378,24 +387,23 @@ def _rounded(values: Tensor) -> list[float]:
 
 @torch.inference_mode()
 def measure(
-    model, prompts: Prompts, arms: list[Arm], layers: list[int], predicts: str, more: dict, progress: Progress
+    model, prompts: Prompts, arms: list[Arm], layers: list[int], predicts: bool, more: dict, progress: Progress
 ) -> list[dict]:
     """Rows of all arms; defaults that several factors share are measured once for each setting of a family.
 
-    predicts: "all" arms, those that are "marked" for it, or "off".
+    layers: whose recall is measured. predicts: whether the predictions of arms that are marked for it are.
     """
     rows: list[dict] = []
     defaults: dict[tuple[str, str], list[dict]] = {}
-    ordered = sorted(arms, key=lambda arm: not arm.default)
-    task = progress.add_task("arms", total=len(ordered))
-    for arm in ordered:
+    task = progress.add_task("arms", total=len(arms))
+    for arm in sorted(arms, key=lambda arm: not arm.default):
         progress.update(task, description=arm.name)
         place = arm.family, arm.setting
         if arm.default and place in defaults:
             rows += [row | {"factor": arm.factor, "value": arm.value} for row in defaults[place]]
         else:
-            wanted = not arm.stream and (predicts == "all" or (predicts == "marked" and (arm.predicted or arm.default)))
-            own = rows_of(arm, model, prompts, layers, wanted, more, lambda: None)
+            predicted = predicts and not arm.stream and (arm.predicted or arm.default)
+            own = rows_of(arm, model, prompts, layers, predicted, more) if layers or predicted else []
             if arm.default:
                 defaults[place] = own
             rows += own
@@ -438,12 +446,14 @@ def _cells_of_factor(
         cell = {
             "family": family, "factor": factor, "value": value, "default": value == default, "role": role,
             "test": "both" if kinds == KINDS else kinds[0], "setting": found[0]["setting"],
-            "layers": len(found[0]["layers"]), "prompts": len(found), "attended": found[0]["attended"],
-            "graph": {
-                name: float(np.mean([row["graph"][name] for row in found])) for name in found[0]["graph"]
-            },
+            "prompts": len(found),
         }  # fmt: skip
-        for measure in MEASURES:
+        if "recall" in found[0]:
+            cell["layers"] = len(found[0]["layers"])
+            cell["attended"] = float(np.mean([row["attended"] for row in found]))
+            names = found[0]["graph"]
+            cell["graph"] = {name: float(np.mean([row["graph"][name] for row in found])) for name in names}
+        for measure in MEASURES if "recall" in found[0] else ():
             ours = np.concatenate([row[measure] for row in found])
             theirs = np.concatenate([base[row["test"], row["prompt"]][measure] for row in found])
             cell["steps"] = len(ours)
@@ -487,12 +497,12 @@ def show(cells: list[dict], console: Console) -> None:
         table.title = f"{family}: means, and differences from the default with 95 % intervals"
         for cell in cells:
             if cell["family"] == family and cell["test"] == "both":
-                graph = cell["graph"]
+                graph = cell.get("graph", {})
                 table.add_row(
                     cell["factor"], cell["value"], cell["role"], *(_shown(cell, name) for name in (*MEASURES, "top1", "kl")),
                     f"{graph['modularity']:.3f}" if "modularity" in graph else "-",
                     f"{graph['communities']:.0f} of {graph['mean_size']:.1f}" if "communities" in graph else "-",
-                    f"{graph['seconds']:.2f}",
+                    f"{graph['seconds']:.2f}" if graph else "-",
                 )  # fmt: skip
         console.print(table)
 
@@ -548,7 +558,7 @@ def plot(path: Path) -> Path:
 
 
 def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, float]:
-    """One file of the rows of several; of equal arms on equal prompts, those of the last file that has predictions."""
+    """One file of the rows of several: recall of one and predictions of another make one row of an arm and a prompt."""
     files = [json.loads(path.read_text()) for path in paths]
     for path, file in zip(paths, files, strict=True):
         if file["sizes"] != files[0]["sizes"]:
@@ -557,8 +567,7 @@ def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, fl
     for file in files:
         for row in file["rows"]:
             key = tuple(row[name] for name in ("family", "factor", "value", "role", "test", "prompt"))
-            if "kl" in row or key not in rows or "kl" not in rows[key]:
-                rows[key] = row
+            rows[key] = rows.get(key, {}) | row
     runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
     hashes = {name: digest for file in files for name, digest in file["texts_sha256"].items()}
     return finish(list(rows.values()), files[0]["sizes"], hashes, files[0]["model"], out, console, runs=runs)
@@ -605,9 +614,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", type=int, default=[0, 1], choices=(0, 1), help="of each text")
     parser.add_argument("--seed", type=int, default=20, help="draws the held-out texts")
     parser.add_argument("--layers", nargs="+", type=int, default=list(range(0, 30, 3)), help="whose recall is measured")
-    parser.add_argument("--predictions", default="marked", choices=("all", "marked", "off"), help="of which arms")
+    parser.add_argument(
+        "--predictions", default="on", choices=("on", "off", "only"), help="of the arms that are marked for it"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch's threads: its operators are small here")
-    parser.add_argument("--small", action="store_true", help="a tiny random model, one prompt of 512 tokens for each use")
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny random model, one prompt of 512 tokens for each use"
+    )
+    parser.add_argument("--kept", type=Path, help="file for the dense run, read where it exists")
     parser.add_argument("--merge", nargs="+", type=Path, help="join the rows of earlier runs instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw this result file instead of measuring")
     parser.add_argument("--out", type=Path, help="folder of the result file")
@@ -645,8 +659,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("dense", total=len(rows) * model.config.num_hidden_layers)
-        prompts = read_prompts(model, rows, origins, sizes, lambda: progress.advance(task))
-        found = measure(model, prompts, arms, layers, args.predictions, more, progress)
+        prompts = kept_prompts(model, rows, origins, sizes, args.kept, lambda: progress.advance(task))
+        prompts.widest = max([8, *(arm.options.get("kappa", 8) for arm in arms)])
+        layers = [] if args.predictions == "only" else layers
+        found = measure(model, prompts, arms, layers, args.predictions != "off", more, progress)
     about = dataclasses.asdict(sizes) | {"budget": sizes.budget}
     return finish(found, about, hashes, name, args.out, console, held_out_seed=args.seed)
 
