@@ -525,7 +525,8 @@ def plot(path: Path) -> Path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["test"] == "both" and not cell["default"]]
+    cells = json.loads(path.read_text())["cells"]
+    cells = [cell for cell in cells if cell["test"] == "both" and "recall_difference" in cell]
     families = list(dict.fromkeys(cell["family"] for cell in cells))
     most = max(len({(c["factor"], c["value"]) for c in cells if c["family"] == family}) for family in families)
     figure, axes = plt.subplots(1, len(families), figsize=(8 * len(families), 1.5 + 0.3 * most), squeeze=False)
@@ -584,7 +585,8 @@ def finish(
         **more,
     )  # fmt: skip
     console.print(f"wrote {path}")
-    draw(console, plot, path)
+    if any("recall_difference" in cell for cell in cells):
+        draw(console, plot, path)
     return claims
 
 
@@ -630,7 +632,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     args = arguments(argv)
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 200)
     if args.plot:
         draw(console, plot, args.plot)
         return {}
