@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from bench.readme_ablations import ablation_tables
 from bench.readme_speed import speed_tables
 from bench.results_file import RESULTS
 
@@ -195,7 +196,8 @@ def _score(cell: dict | None) -> str:
 
 
 SECTIONS = {
-    "quality": table, "streams": stream_table, "policies": policies_table, "tasks": task_tables, "speed": speed_tables,
+    "quality": table, "streams": stream_table, "policies": policies_table, "tasks": task_tables,
+    "ablations": ablation_tables, "speed": speed_tables,
 }  # fmt: skip
 
 

@@ -75,13 +75,17 @@ def _factor(name: str) -> str:
 
 def _measured(cell: dict, measure: str) -> str:
     """A mean with its interval, of arms that are no default the difference from it; bold where that excludes 0."""
-    if measure not in cell:
+    name = measure if cell["default"] else f"{measure}_difference"
+    if name not in cell:
         return "-"
+    low, high = cell[f"{name}_interval"]
     if cell["default"]:
-        low, high = cell[f"{measure}_interval"]
-        return f"{cell[measure]:.3f} ({low:.3f}-{high:.3f})"
-    low, high = cell[f"{measure}_difference_interval"]
-    text = f"{cell[f'{measure}_difference']:+.3f} ({low:+.3f} {high:+.3f})"
+        return f"{cell[name]:.3f} ({low:.3f}-{high:.3f})"
+    return _bold(f"{cell[name]:+.3f} ({low:+.3f} {high:+.3f})", low, high)
+
+
+def _bold(text: str, low: float, high: float) -> str:
+    """Where an interval excludes 0."""
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
@@ -110,6 +114,5 @@ def _verdicts(cells: dict[tuple, dict], family: str) -> list[str]:
 def _difference(value: str, cell: dict) -> str:
     parts = [f"recall {cell['recall_difference']:+.3f}"]
     if "kl_difference" in cell:
-        low, high = cell["kl_difference_interval"]
-        parts.append(f"KL {cell['kl_difference']:+.3f}{'' if low <= 0 <= high else ', surely'}")
+        parts.append(_bold(f"KL {cell['kl_difference']:+.3f}", *cell["kl_difference_interval"]))
     return f"{value} ({', '.join(parts)})"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from bench import ablation_arms, ablations
+from bench import ablation_arms, ablations, quality
+from ckv_compile import backend
 from ckv_compile.community.components import strongest_components
 from ckv_compile.community.graph import attention_graph
 from ckv_compile.community.resolution import ResolutionMemory
@@ -143,6 +144,38 @@ def test_the_strongest_neighbors_of_a_token_come_first():
 
 
 # ---------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize(
+    ("family", "factor", "value"),
+    [
+        ("attention", "kappa", "8"),
+        ("attention", "centroid_budget", "16"),
+        ("keys", "append", "assign"),
+        pytest.param("attention", "graph_aggregation", "head", marks=pytest.mark.slow),
+        pytest.param("keys", "centroid_budget", "16", marks=pytest.mark.slow),
+        pytest.param("keys", "graph", "mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_predictions_are_those_of_the_compiled_model_step_by_step(monkeypatch, family, factor, value):
+    monkeypatch.setattr(backend, "_compile", lambda gm, fakes, patches: gm.forward)
+    torch._dynamo.reset()
+    (arm,) = (arm for arm in arms((family, factor)) if arm.value == value)
+    model, prompts = small_prompts()
+    context, budget, more = prompts.sizes.context, prompts.sizes.budget, {"recent_window": 16}
+    with torch.inference_mode():
+        sequences = [ablations.indexed(arm, prompts, layer, context, budget, more)[0] for layer in range(2)]
+        ours = ablations.predictions(model, prompts, sequences, budget)
+    step = quality.compiled(model, ablations.config_of(arm, 0, budget, more))
+    tokens = prompts.tokens
+    with torch.no_grad():
+        cache = step(tokens[:, :context], use_cache=True).past_key_values
+        logits = [
+            step(tokens[:, t : t + 1].contiguous(), past_key_values=cache, use_cache=True).logits
+            for t in range(context, tokens.shape[1])
+        ]
+    torch.testing.assert_close(ours, torch.cat(logits, 1).log_softmax(-1), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(ours, prompts.log_probs, rtol=1e-3, atol=1e-3)
 
 
 def test_predictions_do_not_depend_on_recall_being_measured_before():
