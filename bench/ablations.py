@@ -165,7 +165,7 @@ def kept_prompts(
 ) -> Prompts:  # fmt: skip
     """``read_prompts``, or what the file ``kept`` holds of it; written where there is none."""
     if kept and kept.exists():
-        prompts = torch.load(kept, weights_only=False)
+        prompts = torch.load(kept, weights_only=False, mmap=True)
         if (prompts.origins, prompts.sizes, prompts.tokens.tolist()) != (origins, sizes, rows):
             raise ValueError(f"{kept} must hold a run over the same texts and sizes; remove it or name another file")
         return prompts
@@ -387,26 +387,31 @@ def _rounded(values: Tensor) -> list[float]:
 
 @torch.inference_mode()
 def measure(
-    model, prompts: Prompts, arms: list[Arm], layers: list[int], predicts: bool, more: dict, progress: Progress
-) -> list[dict]:
+    model, prompts: Prompts, arms: list[Arm], layers: list[int], predicts: bool, more: dict, progress: Progress,
+    keep: Callable[[list[dict]], object] = lambda rows: None,
+) -> list[dict]:  # fmt: skip
     """Rows of all arms; defaults that several factors share are measured once for each setting of a family.
 
-    layers: whose recall is measured. predicts: whether the predictions of arms that are marked for it are.
+    layers: whose recall is measured. predicts: whether the predictions of arms that are marked for it are. keep: gets
+    the rows so far, behind each arm.
     """
     rows: list[dict] = []
     defaults: dict[tuple[str, str], list[dict]] = {}
     task = progress.add_task("arms", total=len(arms))
     for arm in sorted(arms, key=lambda arm: not arm.default):
         progress.update(task, description=arm.name)
-        place = arm.family, arm.setting
+        # Predictions are those of all layers in any setting.
+        place = arm.family, "prompt" if arm.setting == "layer 0" and not layers else arm.setting
         if arm.default and place in defaults:
-            rows += [row | {"factor": arm.factor, "value": arm.value} for row in defaults[place]]
+            own = {"factor": arm.factor, "value": arm.value, "setting": arm.setting}
+            rows += [row | own for row in defaults[place]]
         else:
             predicted = predicts and not arm.stream and (arm.predicted or arm.default)
-            own = rows_of(arm, model, prompts, layers, predicted, more) if layers or predicted else []
+            found = rows_of(arm, model, prompts, layers, predicted, more) if layers or predicted else []
             if arm.default:
-                defaults[place] = own
-            rows += own
+                defaults[place] = found
+            rows += found
+            keep(rows)
         progress.advance(task)
     return rows
 
@@ -571,19 +576,15 @@ def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, fl
             rows[key] = rows.get(key, {}) | row
     runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
     hashes = {name: digest for file in files for name, digest in file["texts_sha256"].items()}
-    return finish(list(rows.values()), files[0]["sizes"], hashes, files[0]["model"], out, console, runs=runs)
+    about = {"model": files[0]["model"], "sizes": files[0]["sizes"], "texts_sha256": hashes}
+    return finish(list(rows.values()), out, console, **about, runs=runs)
 
 
-def finish(
-    rows: list[dict], sizes: dict, hashes: dict[str, str], model: str, out: Path | None, console: Console, **more
-) -> dict[str, float]:
+def finish(rows: list[dict], out: Path | None, console: Console, *, model: str, **more) -> dict[str, float]:
     cells = cells_of(rows)
     show(cells, console)
     claims = claims_of(cells)
-    path = write_results(
-        "ablations", rows, claims, label=model, folder=out, model=model, sizes=sizes, texts_sha256=hashes, cells=cells,
-        **more,
-    )  # fmt: skip
+    path = write_results("ablations", rows, claims, label=model, folder=out, model=model, cells=cells, **more)
     console.print(f"wrote {path}")
     if any("recall_difference" in cell for cell in cells):
         draw(console, plot, path)
@@ -664,9 +665,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         prompts = kept_prompts(model, rows, origins, sizes, args.kept, lambda: progress.advance(task))
         prompts.widest = max([8, *(arm.options.get("kappa", 8) for arm in arms)])
         layers = [] if args.predictions == "only" else layers
-        found = measure(model, prompts, arms, layers, args.predictions != "off", more, progress)
-    about = dataclasses.asdict(sizes) | {"budget": sizes.budget}
-    return finish(found, about, hashes, name, args.out, console, held_out_seed=args.seed)
+        about = {"model": name, "sizes": dataclasses.asdict(sizes) | {"budget": sizes.budget}, "texts_sha256": hashes}
+        part: list[Path] = []
+
+        def keep(rows: list[dict]) -> None:
+            """A run that is stopped leaves a file that ``--merge`` reads."""
+            before = part[:]
+            part[:] = [write_results("ablations", rows, {}, label=f"{name}-part", folder=args.out, cells=[], **about)]
+            for path in before:
+                path.unlink()
+
+        found = measure(model, prompts, arms, layers, args.predictions != "off", more, progress, keep)
+    claims = finish(found, args.out, console, **about, held_out_seed=args.seed)
+    for path in part:
+        path.unlink()
+    return claims
 
 
 if __name__ == "__main__":
