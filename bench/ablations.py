@@ -166,7 +166,8 @@ def kept_prompts(
     """``read_prompts``, or what the file ``kept`` holds of it; written where there is none."""
     if kept and kept.exists():
         prompts = torch.load(kept, weights_only=False, mmap=True)
-        if (prompts.origins, prompts.sizes, prompts.tokens.tolist()) != (origins, sizes, rows):
+        same = prompts.origins == origins and dataclasses.astuple(prompts.sizes) == dataclasses.astuple(sizes)
+        if not same or prompts.tokens.tolist() != rows:
             raise ValueError(f"{kept} must hold a run over the same texts and sizes; remove it or name another file")
         return prompts
     prompts = read_prompts(model, rows, origins, sizes, advance)
