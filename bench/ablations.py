@@ -68,7 +68,7 @@ from ckv_compile.testing import attend_step, bare_sequence, retrieve_step
 FAMILIES = {"attention": {"graph": "attention", "mean_size": 16}, "keys": {"graph": "keys", "mean_size": 8}}
 ROLES = ("choosing", "held_out")
 KINDS = ("python", "prose")
-STREAM_EVERY = 3  # layers whose recall is measured while tokens follow, of those whose recall is measured at all
+STREAM_EVERY = 2  # layers whose recall is measured while tokens follow, of those whose recall is measured at all
 MEASURES = ("recall", "error")
 
 
@@ -342,7 +342,7 @@ def rows_of(arm: Arm, model, prompts: Prompts, layers: list[int], predicts: bool
     if arm.stream:
         context, every, layers = sizes.total - sizes.streamed, sizes.stream_every, layers[::STREAM_EVERY]
     if arm.setting == "layer 0":
-        layers = layers[:1]
+        layers = [0] if layers else []
     warm_up(config_of(arm, 0, budget, more))
     found, about, sequences = [], [], []
     for layer in range(len(prompts.keys)) if predicts else layers:
