@@ -455,7 +455,7 @@ def _cells_of_factor(
             "prompts": len(found),
         }  # fmt: skip
         if "recall" in found[0]:
-            cell["layers"] = len(found[0]["layers"])
+            cell["layers"] = found[0]["layers"]
             cell["attended"] = float(np.mean([row["attended"] for row in found]))
             names = found[0]["graph"]
             cell["graph"] = {name: float(np.mean([row["graph"][name] for row in found])) for name in names}

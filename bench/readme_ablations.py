@@ -11,12 +11,17 @@ SETTINGS = {"prompt": "defaults", "stream": "defaults, tokens follow", "layer 0"
 
 
 def newest_arms() -> tuple[dict[tuple, dict], list[str]]:
-    """(family, factor, value, role, test) -> cell, of the newest file that holds it; and the files' names."""
+    """(family, factor, value, role, test) -> cell, of the newest file that holds it; and the files' names.
+
+    Arms whose recall on held-out texts is not known are left out.
+    """
     cells: dict[tuple, tuple[dict, str]] = {}
     files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("ablations-*.json")]
     for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
         for cell in file["cells"]:
             cells[tuple(cell[part] for part in ARM)] = cell, name
+    known = {key[:3] for key, (cell, _) in cells.items() if key[3:] == ("held_out", "both") and "recall" in cell}
+    cells = {key: pair for key, pair in cells.items() if key[:3] in known}
     return {key: cell for key, (cell, _) in cells.items()}, sorted({name for _, name in cells.values()})
 
 
@@ -26,7 +31,9 @@ def ablation_tables() -> str:
     lines: list[str] = []
     for family in dict.fromkeys(key[0] for key in cells):
         lines += [*_table(cells, family), "", *_verdicts(cells, family), ""]
-    return "\n".join([*lines, f"From {', '.join(f'`{name}`' for name in names)}.", ""])
+    layers = {cell["setting"]: ", ".join(map(str, cell["layers"])) for cell in cells.values() if cell["default"]}
+    where = "; ".join(f"{SETTINGS[name]}: {layers[name]}" for name in SETTINGS if name in layers)
+    return "\n".join([*lines, f"Layers: {where}. From {', '.join(f'`{name}`' for name in names)}.", ""])
 
 
 def _table(cells: dict[tuple, dict], family: str) -> list[str]:
@@ -54,7 +61,7 @@ def _table(cells: dict[tuple, dict], family: str) -> list[str]:
         graph = one["graph"]
         lines.append(
             f"| {label} | {samples} | "
-            + " | ".join(_measured(found[role, test], measure) for _, role, test, measure in columns)
+            + " | ".join(_measured(found.get((role, test)), measure) for _, role, test, measure in columns)
             + f" | {graph['modularity']:.3f}" * ("modularity" in graph)
             + " | -" * ("modularity" not in graph)
             + (f" | {graph['communities']:.0f}, {graph['mean_size']:.1f}" if "communities" in graph else " | -")
@@ -73,8 +80,10 @@ def _factor(name: str) -> str:
     return f"`{name}`" if name.replace("_", "").isalnum() and name not in ("groups",) else name
 
 
-def _measured(cell: dict, measure: str) -> str:
+def _measured(cell: dict | None, measure: str) -> str:
     """A mean with its interval, of arms that are no default the difference from it; bold where that excludes 0."""
+    if cell is None:
+        return "-"
     name = measure if cell["default"] else f"{measure}_difference"
     if name not in cell:
         return "-"

@@ -78,7 +78,7 @@ def test_an_ablation_is_shown_by_its_difference_and_judged_on_both_held_out_text
         suffix = "" if default else "_difference"
         return {
             "family": "keys", "factor": "kappa", "value": value, "default": default, "role": role, "test": test,
-            "setting": "prompt", "steps": 64,
+            "setting": "prompt", "layers": [4, 14], "steps": 64,
             "graph": {"modularity": 0.5, "communities": 510.4, "mean_size": 8.0, "seconds": 0.25},
             f"recall{suffix}": recall, f"recall{suffix}_interval": [low, high],
             f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low], **more,
@@ -103,4 +103,4 @@ def test_an_ablation_is_shown_by_its_difference_and_judged_on_both_held_out_text
         "- `kappa`, 8 by default: better 4 (recall +0.010); worse 32 (recall -0.010, **KL +0.500**); "
         "not told apart 16 (recall +0.010)"
     )
-    assert lines[-1] == "From `ablations-a.json`."
+    assert lines[-1] == "Layers: defaults: 4, 14. From `ablations-a.json`."
