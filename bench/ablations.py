@@ -183,7 +183,8 @@ def kept_prompts(
 def config_of(arm: Arm, layer: int, budget: int, more: dict) -> CommunityConfig:
     own = arm.first_layer if arm.first_layer is not None and layer == 0 else {}
     options = {**FAMILIES[arm.family], **more, **arm.options, **own}
-    return CommunityConfig(budget=budget, min_context=0, workers=0, deterministic=True, **options)
+    fixed = {"min_context": 0, "workers": 0, "deterministic": True, "partition_timeout": 3600.0}
+    return CommunityConfig(budget=budget, **fixed, **options)
 
 
 @contextlib.contextmanager
