@@ -62,8 +62,7 @@ def _table(cells: dict[tuple, dict], family: str) -> list[str]:
         lines.append(
             f"| {label} | {samples} | "
             + " | ".join(_measured(found.get((role, test)), measure) for _, role, test, measure in columns)
-            + f" | {graph['modularity']:.3f}" * ("modularity" in graph)
-            + " | -" * ("modularity" not in graph)
+            + (f" | {graph['modularity']:.3f}" if "modularity" in graph else " | -")
             + (f" | {graph['communities']:.0f}, {graph['mean_size']:.1f}" if "communities" in graph else " | -")
             + f" | {graph['seconds']:.2f} |"
         )
@@ -107,6 +106,8 @@ def _verdicts(cells: dict[tuple, dict], family: str) -> list[str]:
             for key, cell in cells.items()
             if (key[0], key[1], key[3], key[4]) == (family, factor, "held_out", "both")
         }
+        if len(own) < 2:
+            continue
         default = next(value for value, cell in own.items() if cell["default"])
         sides: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
         for value, cell in own.items():
