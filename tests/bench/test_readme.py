@@ -80,8 +80,9 @@ def test_an_ablation_is_shown_by_its_difference_and_judged_on_both_held_out_text
             "family": "keys", "factor": "kappa", "value": value, "default": default, "role": role, "test": test,
             "setting": "prompt", "layers": [4, 14], "steps": 64,
             "graph": {"modularity": 0.5, "communities": 510.4, "mean_size": 8.0, "seconds": 0.25},
-            f"recall{suffix}": recall, f"recall{suffix}_interval": [low, high],
-            f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low], **more,
+            f"recall{suffix}_interval": [low, high],
+            f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low], **{"recall": 0.9, f"recall{suffix}": recall},
+            **more,
         }  # fmt: skip
 
     places = [("choosing", "both"), ("held_out", "both"), ("held_out", "python"), ("held_out", "prose")]
