@@ -81,8 +81,8 @@ def test_an_ablation_is_shown_by_its_difference_and_judged_on_both_held_out_text
             "setting": "prompt", "layers": [4, 14], "steps": 64,
             "graph": {"modularity": 0.5, "communities": 510.4, "mean_size": 8.0, "seconds": 0.25},
             f"recall{suffix}_interval": [low, high],
-            f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low], **{"recall": 0.9, f"recall{suffix}": recall},
-            **more,
+            f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low],
+            **{"recall": 0.9, f"recall{suffix}": recall}, **more,
         }  # fmt: skip
 
     places = [("choosing", "both"), ("held_out", "both"), ("held_out", "python"), ("held_out", "prose")]
