@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckv_compile.reference.top_entries import top_entries
+
 SINKS = 10
 KAPPA = 8
 ROWS = 512  # queries whose scores are held at a time
@@ -26,7 +28,8 @@ class Captured:
 
     layers: their numbers. keys: float32 [L, 1, Hkv, n, D]. queries: float32 [L, 1, Hq, n - start, D], of positions
     from ``start`` on. ids, alphas: int32 and float32 [L, Hq, n, kappa], positions past the sinks and their share of the
-    softmax over all earlier keys; -1 and 0 where there are fewer. scale: of the products.
+    softmax over all earlier keys; -1 and 0 where there are fewer. scale: of the products. Where they were asked for,
+    values: float32 [L, 1, Hkv, n, D], and hidden: float32 [1, n - start, H], the model's last hidden states.
     """
 
     layers: list[int]
@@ -36,16 +39,20 @@ class Captured:
     alphas: np.ndarray
     start: int
     scale: float
+    values: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-def causal_top(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The strongest keys past the sinks of every query, and their probabilities: [Hq, n, kappa].
+def causal_top(
+    query: Tensor, key: Tensor, scale: float, kappa: int = KAPPA, sinks: int = SINKS
+) -> tuple[Tensor, Tensor]:
+    """The strongest keys past the sinks of every query, strongest first, and their probabilities: [Hq, n, kappa].
 
     query: [Hq, n, D], key: [Hkv, n, D].
     """
     heads, n, _ = query.shape
-    ids = torch.full((heads, n, KAPPA), -1, dtype=torch.int32)
-    alphas = torch.zeros(heads, n, KAPPA)
+    ids = torch.full((heads, n, kappa), -1, dtype=torch.int32)
+    alphas = torch.zeros(heads, n, kappa)
     for head in range(heads):
         keys = key[head * len(key) // heads]
         for begin in range(0, n, ROWS):
@@ -54,8 +61,8 @@ def causal_top(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor
             later = torch.arange(end) > torch.arange(begin, end)[:, None]
             scores.masked_fill_(later, -math.inf)
             normaliser = scores.logsumexp(-1, keepdim=True)
-            scores[:, :SINKS] = -math.inf
-            value, index = scores.topk(min(KAPPA, end), -1)
+            scores[:, :sinks] = -math.inf
+            value, index = top_entries(scores, kappa)
             found = value > -math.inf
             ids[head, begin:end, : value.shape[1]] = torch.where(found, index, -1).int()
             alphas[head, begin:end, : value.shape[1]] = (value - normaliser).exp().masked_fill(~found, 0.0)
@@ -70,17 +77,20 @@ def capture(
     *,
     start: int = 0,
     lists: bool = True,
+    outputs: bool = False,
     advance: Callable[[], object],
 ) -> Captured:
     """One forward of a Llama-like model over ``tokens``; ``advance`` is called once a layer. The model stays as it was.
 
-    layers: all of them when None. lists: whether ids and alphas are wanted; else they hold no token.
+    layers: all of them when None. lists: whether ids and alphas are wanted; else they hold no token. outputs: whether
+    values and hidden states are.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config, before = model.config, model.config._attn_implementation
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+    values: dict[int, Tensor] = {}
     scales = []
 
     def attention(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
@@ -89,6 +99,8 @@ def capture(
             kept = key.clone(), query[:, :, start:].clone()
             top = causal_top(query[0, :, : None if lists else 0], key[0], scaling)
             found[module.layer_idx] = (*kept, *top)
+            if outputs:
+                values[module.layer_idx] = value.clone()
             scales.append(scaling)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=scaling
@@ -98,11 +110,14 @@ def capture(
     ALL_ATTENTION_FUNCTIONS["bench_capture"] = attention
     model.set_attn_implementation("bench_capture")
     try:
-        model.model(torch.tensor([tokens]), use_cache=False)
+        hidden = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
     finally:
         model.set_attn_implementation(before)
     keys, queries, ids, alphas = (torch.stack(parts) for parts in zip(*(found[one] for one in layers), strict=True))
-    return Captured(layers, keys, queries, ids.numpy(), alphas.numpy(), start, scales[0])
+    common = layers, keys, queries, ids.numpy(), alphas.numpy(), start, scales[0]
+    if not outputs:
+        return Captured(*common)
+    return Captured(*common, torch.stack([values[one] for one in layers]), hidden[:, start:])
 
 
 def main(argv: list[str] | None = None) -> None:

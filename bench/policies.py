@@ -39,13 +39,13 @@ from torch import Tensor
 
 from bench import texts
 from bench.quality import summary
-from bench.recall import attended, recalls
+from bench.recall import compared
 from bench.results_file import draw, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.policies import POLICIES, TokenPolicy
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.smollm2 import load_smollm2
-from ckv_compile.testing import bare_sequence, retrieve_step
+from ckv_compile.testing import attend_step, bare_sequence, retrieve_step
 
 CONTEXT, WINDOW = 4096, 64
 SHARES = (64, 32, 16, 8, 4)  # context over budget
@@ -87,7 +87,8 @@ class Window:
     observed: dict[str, tuple[Tensor, float]] = dataclasses.field(default_factory=dict)
 
     def sequence(self, policy: str, budget: int) -> Sequence:
-        return bare_sequence(config_of(policy, budget), self.keys.shape[3], keys=self.keys, group_size=self.group_size)
+        config, capacity = config_of(policy, budget), self.keys.shape[3]
+        return bare_sequence(config, capacity, keys=self.keys, values=self.values, group_size=self.group_size)
 
 
 def with_attention(model, attend: Callable[[int, Tensor, Tensor, Tensor, float], Tensor], tokens: Tensor, start: int):
@@ -181,12 +182,7 @@ class Steps:
         return retrieve_step(self.sequence, self.layer, query, self.budget, self.window.scale)
 
     def attend(self, query: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
-        sequence, at = self.sequence, self.sequence.index.nominal
-        return torch.ops.ckv.sparse_attention(
-            query, sequence.keys(self.layer), self.window.values[self.layer], tokens, count, at["n_indexed"],
-            at[f"capacity_{self.layer}"], sequence.length_device, sequence.first_device, None, self.layer,
-            self.window.scale, sequence.config.num_sink_tokens, sequence.config.recent_window,
-        )  # fmt: skip
+        return attend_step(self.sequence, self.layer, query, tokens, count, self.budget, self.window.scale)
 
     def go_on(self) -> None:
         """The step's token is in the cache: index what has gathered in this layer, as the runtime does."""
@@ -238,27 +234,13 @@ def of_dense_queries(steps: Steps, advance: Callable[[], object]) -> tuple[Tenso
                 query = window.queries[layer, :, :, place : place + 1]
                 tokens, count = steps.choose(query)
                 if place > 0 or window.queries.shape[3] == total:
-                    found.append(compared(steps, query, tokens, count))
+                    found.append(
+                        compared(steps.sequence, steps.layer, query, tokens, count, steps.budget, window.scale)
+                    )
             steps.go_on()
         recall.append(torch.stack([one for one, _ in found], -1))
         error.append(torch.stack([one for _, one in found], -1))
     return torch.stack(recall), torch.stack(error)
-
-
-def compared(steps: Steps, query: Tensor, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Recall and relative output error [B, Hq] of a list, against dense attention."""
-    window, stop = steps.window, steps.sequence.length + 1
-    key, value = window.keys[steps.layer, :, :, :stop], window.values[steps.layer, :, :, :stop]
-    grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1)) * window.scale
-    probability = (grouped @ key.transpose(2, 3)).softmax(-1)  # [B, Hkv, heads, n]
-    dense = (probability @ value).flatten(1, 2)
-    ours = steps.attend(query, tokens, count)[:, :, 0]
-    sinks = steps.sequence.config.num_sink_tokens
-    recall = []
-    for row in range(len(query)):
-        mask = attended(steps.sequence, steps.layer, tokens[row : row + 1], count[row : row + 1])
-        recall.append(recalls(probability[row], mask, sinks)[0])
-    return torch.stack(recall), (ours - dense).norm(dim=-1) / dense.norm(dim=-1).clamp(min=1e-12)
 
 
 def predictions(model, steps: Steps, advance: Callable[[], object]) -> Tensor:

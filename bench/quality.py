@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from scipy.stats import bootstrap as resampled
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -242,8 +243,8 @@ def run_policy(model, policy: str, budgets, prompts, tensors, cases: list[Case],
 # ---------------------------------------------------------------------- statistics
 
 
-def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a share."""
+def wilson(successes: float, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a share; successes may be the sum of scores between 0 and 1, unlike scipy's."""
     share, scale = successes / total, 1 + z * z / total
     centre = (share + z * z / (2 * total)) / scale
     half = z * (share * (1 - share) / total + z * z / (4 * total * total)) ** 0.5 / scale
@@ -251,10 +252,11 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
 
 
 def bootstrap(values: np.ndarray, samples: int = 10_000, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean."""
-    chosen = np.random.default_rng(seed).integers(0, len(values), (samples, len(values)))
-    low, high = np.quantile(values[chosen].mean(1), (0.025, 0.975))
-    return float(low), float(high)
+    """95 % percentile interval of the mean."""
+    if values.min() == values.max():  # as many arms that change nothing; resampling would say the same
+        return float(values[0]), float(values[0])
+    found = resampled((values,), np.mean, n_resamples=samples, method="percentile", batch=1000, rng=seed)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 def summary(rows: list[dict], baseline: str = "keys") -> list[dict]:

@@ -17,7 +17,8 @@ from bench.capture import Captured
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import assigns_tokens
 from ckv_compile.reference.approximate_edges import approximate_edges
-from ckv_compile.testing import assign_step, bare_sequence, retrieve_step
+from ckv_compile.reference.key_edges import key_edges
+from ckv_compile.testing import assign_step, attend_step, bare_sequence, retrieve_step
 
 # of a row, by step: means over heads of our recall, of StreamingLLM's and of the best list's
 NAMES = ("recall", "recall_behind_sinks", "newest", "newest_behind_sinks", "best", "best_behind_sinks")
@@ -64,17 +65,43 @@ def best(probability: Tensor, budget: int, sinks: int) -> Tensor:
     return torch.zeros_like(total, dtype=torch.bool).scatter_(1, total.topk(budget, -1).indices, True)
 
 
-def assign(sequence, captured: Captured, layer_lists: list[tuple[Tensor, Tensor]]) -> None:
-    """The end of a step: edges by eq. 6 of what was retrieved, and a community for the new token by eq. 7."""
-    index, config, at = sequence.index, sequence.config, sequence.length - captured.start
-    edges = [
-        approximate_edges(
-            captured.queries[layer, :, :, at : at + 1], sequence.keys(layer), *lists, index.nominal["n_indexed"],
-            index.nominal[f"capacity_{layer}"], sequence.length_device, sequence.first_device, layer, captured.scale,
-            config.num_sink_tokens, config.recent_window, config.kappa,
-        )
-        for layer, lists in enumerate(layer_lists)
-    ]  # fmt: skip
+def compared(
+    sequence, layer: int, query: Tensor, tokens: Tensor, count: Tensor, budget: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Recall over all keys and relative output error [B, Hq] of a step's list, against dense attention.
+
+    query: [B, Hq, 1, D], of the token at position ``sequence.length``, whose key the cache holds.
+    """
+    stop = sequence.length + 1
+    key, value = sequence.keys(layer)[:, :, :stop], sequence.values(layer)[:, :, :stop]
+    grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1)) * scale
+    probability = (grouped @ key.transpose(2, 3)).softmax(-1)  # [B, Hkv, heads, n]
+    dense = (probability @ value).flatten(1, 2)
+    ours = attend_step(sequence, layer, query, tokens, count, budget, scale)[:, :, 0]
+    recall = []
+    for row in range(len(query)):
+        mask = attended(sequence, layer, tokens[row : row + 1], count[row : row + 1])
+        recall.append(recalls(probability[row], mask, sequence.config.num_sink_tokens)[0])
+    return torch.stack(recall), (ours - dense).norm(dim=-1) / dense.norm(dim=-1).clamp(min=1e-12)
+
+
+def assign(sequence, queries: list[Tensor], layer_lists: list[tuple[Tensor, Tensor]], scale: float) -> None:
+    """The end of a step: edges of the new token to what was retrieved (eq. 6, or its nearest keys), and its community.
+
+    queries: [B, Hq, 1, D] of each layer. layer_lists: tokens and count of each layer.
+    """
+    index, config = sequence.index, sequence.config
+    edges = []
+    for layer, (query, lists) in enumerate(zip(queries, layer_lists, strict=True)):
+        where = (
+            sequence.keys(layer), *lists, index.nominal["n_indexed"], index.nominal[f"capacity_{layer}"],
+            sequence.length_device, sequence.first_device, layer,
+        )  # fmt: skip
+        sizes = config.num_sink_tokens, config.recent_window, config.kappa
+        if config.graph == "keys":
+            edges.append(key_edges(*where, *sizes, sequence.shape.graphs))
+        else:
+            edges.append(approximate_edges(query, *where, scale, *sizes))
     assign_step(sequence, *(torch.stack(parts) for parts in zip(*edges, strict=True)))
 
 
@@ -118,7 +145,9 @@ def stream_recall(
             row["attended"].append(round(float(mask.sum(1).float().mean()), 1))
             row["budget"].append(budget)
         if assigns_tokens(config):
-            assign(sequence, captured, found)
+            at = position - prompt
+            own = [captured.queries[layer, :, :, at : at + 1] for layer in numbers]
+            assign(sequence, own, found, captured.scale)
         sequence.length += 1
         sequence.length_device.fill_(sequence.length)
         sequence.offer_appended()

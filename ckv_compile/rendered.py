@@ -435,6 +435,7 @@ def assign_tokens(
         "TOKEN": poisoned(graphs, torch.int32, device),
         "COMMUNITY": poisoned((*graphs, entries), torch.int32, device),
         "INCREMENT": poisoned((*graphs, entries), torch.float32, device),
+        "TIE": poisoned((*graphs, entries), torch.float32, device),
         "SUMS": poisoned((*graphs, 2), torch.float32, device),
     }
     shared = {

@@ -610,12 +610,13 @@ def bare_sequence(
     layers: int = 2,
     seed: int = 0,
     keys: Tensor | None = None,
+    values: Tensor | None = None,
     group_size: int = 2,
 ) -> Any:
     """A sequence without a model: 4 query and 2 KV heads of 16 dimensions over clustered random keys of all positions.
 
-    keys: [layers, B, Hkv, capacity, D] to use instead, on any device. Values are keys with their channels reversed.
-    group_size: query heads per KV head. The cache holds no token yet; ``extend_sequence`` adds some.
+    keys: [layers, B, Hkv, capacity, D] to use instead, on any device. values: of the same shape, keys with their channels
+    reversed when None. group_size: query heads per KV head. The cache holds no token yet; ``extend_sequence`` adds some.
     """
     from ckv_compile.community.resolution import ResolutionMemory
     from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -629,7 +630,7 @@ def bare_sequence(
         keys = keys + torch.randn(keys.shape, generator=generator)
     layers, batch, heads, _, dim = keys.shape
     geometry = AttentionGeometry(layers, group_size * heads, heads, dim, keys.dtype, keys.device)
-    values = keys.flip(-1)
+    values = keys.flip(-1) if values is None else values
     memory = ResolutionMemory()
     return Sequence(config, geometry, batch, capacity, keys.__getitem__, memory, values.__getitem__)
 
@@ -728,15 +729,40 @@ def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: 
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],
         at["log_first"], at["num_communities"], at["n_indexed"], capacity, sequence.length_device,
         sequence.first_device, at["tally"], layer, sequence.batch, shape.graphs, budget, *sizes,
-        "label" in index.buffers, query.shape[2],
+        "label" in index.buffers, query.shape[2], config.centroid_budget,
+    )  # fmt: skip
+
+
+def attend_step(
+    sequence: Any, layer: int, query: Tensor, tokens: Tensor, count: Tensor, budget: int, scale: float = 0.25
+) -> Tensor:
+    """Attention of a decode step that ``retrieve_step`` has given ``tokens`` and ``count``: [B, Hq, Q, Dv]."""
+    config, at, capacity = sequence.config, sequence.index.nominal, sequence.index.nominal[f"capacity_{layer}"]
+    sizes = config.num_sink_tokens, config.recent_window
+    means: tuple = ()
+    if config.centroid_budget:
+        read = (at[name] for name in ("scores", "size", "num_communities", "n_indexed"))
+        summaries = torch.ops.ckv.select_summaries(
+            *read, capacity, sequence.length_device, sequence.first_device, at["tally"], layer, sequence.batch,
+            sequence.shape.graphs, budget, config.centroid_budget, *sizes,
+        )  # fmt: skip
+        means = summaries, *(at[name] for name in ("centroid", "centroid_scale", "channel_scale", "size", "mean_value"))
+    return torch.ops.ckv.sparse_attention(
+        query, sequence.keys(layer), sequence.values(layer), tokens, count, at["n_indexed"], capacity,
+        sequence.length_device, sequence.first_device, None, layer, scale, *sizes, *means,
     )  # fmt: skip
 
 
 def assign_step(sequence: Any, neighbor: Tensor, weight: Tensor) -> None:
     """Give the token at position ``sequence.length`` its community in every layer, by its lists [L, B, H, kappa]."""
     index, shape, config, at = sequence.index, sequence.shape, sequence.config, sequence.length
+    means: tuple = ()
+    if config.centroid_budget:
+        means = index.nominal["new_value"], index.nominal["mean_value"]
     for layer in range(shape.layers):
         index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
+        if means:
+            index.new_value[layer].copy_(sequence.values(layer)[:, :, at])
     state = (
         "new_key", "centroid", "centroid_scale", "channel_scale", "log_mean", "mean_at", "start", "stored", "size",
         "num_communities", "n_indexed", "log_community", "log_first", "label", "community_weight", "total_weight",
@@ -745,7 +771,7 @@ def assign_step(sequence: Any, neighbor: Tensor, weight: Tensor) -> None:
     torch.ops.ckv.assign_tokens(
         neighbor, weight, *(index.nominal[name] for name in state), index.nominal["capacity_0"],
         sequence.length_device, sequence.first_device, shape.layers, shape.kv_heads, shape.head_dim, shape.lists,
-        shape.kappa, shape.graphs, config.num_sink_tokens, config.lam,
+        shape.kappa, shape.graphs, config.num_sink_tokens, 1.0 if config.graph == "keys" else config.lam, *means,
     )  # fmt: skip
 
 

@@ -359,12 +359,13 @@ def warm_up(config: CommunityConfig) -> None:
 
     Otherwise the first partition pays for it, and compiling holds the GIL.
     """
-    lists = np.array([[[-1, -1], [0, -1], [1, 0], [2, 1]]], np.int32)
+    lists = np.array([[[-1, -1], [0, -1], [-1, -1], [2, -1]]], np.int32)  # two communities, which can be numbered anew
     weights = np.full(lists.shape, 0.25, np.float32)
     config = dataclasses.replace(config, leiden_engine="native")
     memory = ResolutionMemory()
+    context = config.mean_size * coarse_from(config) + 1  # where steps score groups
     if config.graph == "keys":
-        partition_keys_block(lists, 0, config=config, memory=memory, layer=0)
+        partition_keys_block(lists, 0, config=config, memory=memory, layer=0, context=context)
     elif config.graph == "attention":
         partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
     else:
@@ -374,6 +375,9 @@ def warm_up(config: CommunityConfig) -> None:
         assign_greedily(labels, np.ones(4), np.ones(1), lists[:, 3:], weights[:, 3:], 3, gamma=1.0, lam=config.lam)
     if config.graph != "keys":
         kept = partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
+        assert kept.graph is not None
+        edges = kept.graph.indptr, kept.graph.indices, kept.graph.weights, kept.graph.strength
+        _number(kept, *edges, config, context, None)
         partition_repaired(kept, lists[:, :1], weights[:, :1], config=config, key_neighbors=lists[0, :1])
 
 

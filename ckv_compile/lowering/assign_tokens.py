@@ -54,12 +54,10 @@ def assign_tokens(
     plans = plan_constants(num_layers, batch, num_graphs, num_lists, kappa, num_sink_tokens, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]
     graphs = [num_layers, batch, num_graphs]
-    scratch = [
-        empty(graphs, torch.int32, device),
-        empty([*graphs, entries], torch.int32, device),
-        empty([*graphs, entries], torch.float32, device),
-        empty([*graphs, 2], torch.float32, device),
-    ]
+    token, community = empty(graphs, torch.int32, device), empty([*graphs, entries], torch.int32, device)
+    increment, tie = (empty([*graphs, entries], torch.float32, device) for _ in range(2))
+    sums = empty([*graphs, 2], torch.float32, device)
+    scratch = [token, community, increment, tie, sums]
     edges = fixed(edge_neighbor, edge_weight)
     read = fixed(
         new_neighbor, new_weight, label, community_weight, total_weight, gamma, num_communities, n_indexed, log_first,
@@ -81,7 +79,7 @@ def assign_tokens(
             [*read, *edges, *scratch], (graphs, torch.int32), [*edges, *scratch], plans | later, plan_configs(plans)
         )
         commit(
-            [*fixed(planned), *scratch, *new, *state, *values], ([num_layers, batch], torch.int32), [*state, *values[1:]],
+            [*fixed(planned), token, community, increment, sums, *new, *state, *values], ([num_layers, batch], torch.int32), [*state, *values[1:]],
             commits | later, commit_configs(),
         )  # fmt: skip
     return None

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from bench import readme
+from bench import readme, readme_ablations
 from ckv_compile.config import CommunityConfig
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +70,38 @@ def test_the_tasks_table_shows_each_task_of_the_newest_file_that_holds_it(monkey
         "",
         "From `tasks-b.json`, `tasks-a.json`.",
     ]
+
+
+def test_an_ablation_is_shown_by_its_difference_and_judged_on_both_held_out_texts(monkeypatch, tmp_path):
+    def cell(value, role, test, recall, low, high, **more):
+        default = value == "8"
+        suffix = "" if default else "_difference"
+        return {
+            "family": "keys", "factor": "kappa", "value": value, "default": default, "role": role, "test": test,
+            "setting": "prompt", "layers": [4, 14], "steps": 64,
+            "graph": {"modularity": 0.5, "communities": 510.4, "mean_size": 8.0, "seconds": 0.25},
+            f"recall{suffix}_interval": [low, high],
+            f"error{suffix}": -recall, f"error{suffix}_interval": [-high, -low],
+            **{"recall": 0.9, f"recall{suffix}": recall}, **more,
+        }  # fmt: skip
+
+    places = [("choosing", "both"), ("held_out", "both"), ("held_out", "python"), ("held_out", "prose")]
+    cells = [cell("8", *place, 0.9, 0.8, 1.0) for place in places]
+    cells += [cell("4", *place, 0.01, 0.005, 0.02) for place in places]
+    cells += [cell("16", *place, 0.01, -0.02 if place[1] == "prose" else 0.005, 0.02) for place in places]
+    predicted = {"tokens": 256, "kl_difference": 0.5, "kl_difference_interval": [0.1, 0.9],
+                 "top1_difference": 0.0, "top1_difference_interval": [-0.1, 0.1]}  # fmt: skip
+    cells += [cell("32", *place, -0.01, -0.02, -0.005, **predicted) for place in places]
+    (tmp_path / "ablations-a.json").write_text(json.dumps({"date": "2026-01-02", "cells": cells}))
+    monkeypatch.setattr(readme_ablations, "RESULTS", tmp_path)
+    lines = readme_ablations.ablation_tables().splitlines()
+    assert lines[2].startswith("| defaults | 64 | 0.900 (0.800-1.000) | ")
+    assert lines[2].endswith(" | - | - | 0.500 | 510, 8.0 | 0.25 |")
+    assert lines[3].startswith("| `kappa` 4 | 64 | **+0.010 (+0.005 +0.020)** | ")
+    assert lines[5].startswith("| `kappa` 32 | 64, 256 | **-0.010 (-0.020 -0.005)** | ")
+    assert "| +0.000 (-0.100 +0.100) | **+0.500 (+0.100 +0.900)** |" in lines[5]
+    assert lines[7] == (
+        "- `kappa`, 8 by default: better 4 (recall +0.010); worse 32 (recall -0.010, **KL +0.500**); "
+        "not told apart 16 (recall +0.010)"
+    )
+    assert lines[-1] == "Layers: defaults: 4, 14. From `ablations-a.json`."

@@ -370,12 +370,16 @@ def test_a_stopped_search_ends_and_remembers_nothing(planted_lists):
     assert len(memory) == 0
 
 
+@pytest.mark.parametrize("hierarchy", ["off", "on"])
 @pytest.mark.parametrize("config", [KEYS, ATTENTION, MIXED], ids=lambda config: config.graph)
-def test_warm_up_leaves_nothing_to_compile(config, planted_lists):
+def test_warm_up_leaves_nothing_to_compile(config, hierarchy, planted_lists):
     from ckv_compile.community import assign, graph, leiden, partition
+    from ckv_compile.community import hierarchy as coarse
+
+    config = dataclasses.replace(config, hierarchy=hierarchy, budget=128, append_block=16)
 
     def compiled():
-        modules = (assign, graph, leiden, partition)
+        modules = (assign, coarse, graph, leiden, partition)
         kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "signatures")]
         return sum(len(kernel.signatures) for kernel in kernels)
 
@@ -384,7 +388,7 @@ def test_warm_up_leaves_nothing_to_compile(config, planted_lists):
     lists = planted_lists(64, 8, 0.8, 0)
     memory = ResolutionMemory()
     if config.graph == "keys":
-        partition_keys_block(lists[0], 10, config=config, memory=memory, layer=0)
+        partition_keys_block(lists[0], 10, config=config, memory=memory, layer=0, context=10**6)
     elif config.graph == "attention":
         partition_attention(*lists, 10, config=config, memory=memory, layer=0, graph=0)
     else:
