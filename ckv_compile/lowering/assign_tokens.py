@@ -78,9 +78,10 @@ def assign_tokens(
         planned = plan(
             [*read, *edges, *scratch], (graphs, torch.int32), [*edges, *scratch], plans | later, plan_configs(plans)
         )
+        told = [*fixed(planned), token, community, increment, sums]
         commit(
-            [*fixed(planned), token, community, increment, sums, *new, *state, *values], ([num_layers, batch], torch.int32), [*state, *values[1:]],
-            commits | later, commit_configs(),
+            [*told, *new, *state, *values], ([num_layers, batch], torch.int32), [*state, *values[1:]], commits | later,
+            commit_configs(),
         )  # fmt: skip
     return None
 

@@ -105,7 +105,7 @@ class Ring:
         """A copy of the tensor in pageable memory. While one buffer is emptied, the next ones fill."""
         array = np.empty(tensor.shape, _numpy_dtype(tensor.dtype))
         source = tensor.contiguous().view(-1).view(torch.uint8)
-        target = array.reshape(-1).view(np.uint8)
+        target = torch.from_numpy(array.reshape(-1).view(np.uint8))
         filling: collections.deque[tuple[torch.Tensor, int, int, Any]] = collections.deque()
         begin = 0
         while begin < len(source) or filling:
@@ -116,7 +116,7 @@ class Ring:
             else:
                 slot, low, high, copied = filling.popleft()
                 copied.synchronize()
-                np.copyto(target[low:high], slot[: high - low].numpy())
+                target[low:high].copy_(slot[: high - low])  # by torch's threads: one copies and faults in 6 GB/s
                 self._free.append(slot)
         return array
 
