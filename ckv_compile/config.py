@@ -94,7 +94,7 @@ class CommunityConfig:
     prune: float = 0.03  # edges below this part of the smaller endpoint's strongest edge are dropped ("attention")
     centroid_budget: int = 0  # communities that enter attention by their means (paper, table 6: 0 is best)
     policy: Policy = "communities"  # the others are for comparison (``ckv_compile.policies``)
-    hierarchy: Hierarchy = "off"  # groups of communities are scored first where these are many: not timed on a GPU yet
+    hierarchy: Hierarchy = "off"  # groups of communities are scored first where these are many: slower so far (H200)
 
     num_sink_tokens: int = 10  # leading positions that are always attended (paper, section 4)
     recent_window: int = 64
