@@ -1,7 +1,8 @@
 """What gathers while tokens are generated, given to workers a few layers at a time.
 
 The thread that launches steps is a little ahead of the device. What it does for one layer, some tenths of a
-millisecond, is hidden by that; for all layers at once it is not, and the device waits. So new tokens, blocks that are to
+millisecond, is hidden by that; for all layers at once it is not, and the device waits. Nor may all cores be busy with
+partitions, which slows that thread, too, for as long as it takes. So new tokens, blocks that are to
 be joined and refreshes wait for their layer's turn, and so does what comes back for later than the newest prefill. Layers
 are then indexed up to different tokens for some steps; each attends to what is not.
 """
@@ -17,14 +18,15 @@ from ckv_compile.index_layout import in_blocks
 if TYPE_CHECKING:
     from ckv_compile.runtime.sequence import Sequence
 
-LAYERS = 2  # offered between two steps
-PART = 8  # every layer has its turn within this part of the tokens after which there is more
+LAYERS = 1  # offered between two steps
+PART = 2  # every layer has its turn within this part of the tokens after which there is more
 
 
 class Turns:
     """Layers that wait for their turn in one sequence.
 
-    offered, published: most layers between two steps; with ``deterministic`` all, at fixed token counts.
+    offered, published: most layers between two steps; with ``deterministic`` all, at fixed token counts. every: tokens
+    between two steps that offer any.
     """
 
     def __init__(self, config: CommunityConfig, num_layers: int) -> None:
@@ -32,26 +34,39 @@ class Turns:
         interval = config.append_block if blocks else config.repair_interval or config.refresh_interval
         self.num_layers = num_layers
         self.offered = num_layers if config.deterministic else max(LAYERS, -(-num_layers * PART // interval))
+        self.every = 1 if config.deterministic else max(1, interval * self.offered // (PART * num_layers))
         # Blocks of several layers are written by the same launches; a partition of everything takes its time by layer.
         self.published = 2 * self.offered if blocks else self.offered
         self.anew()
 
     def anew(self) -> None:
         """Nothing is under way."""
+        self._offered_at = -self.every
         self.unjoined = set(range(self.num_layers))  # whose blocks changed, so that some may be joined
         self.refreshing: collections.deque[tuple[int, bool]] = collections.deque()  # (layer, whether all of it)
+
+    def come(self, length: int) -> bool:
+        """Whether it is time to offer again, now that there are ``length`` tokens."""
+        return not 0 <= length - self._offered_at < self.every
+
+    def taken(self, layers: int, length: int) -> None:
+        """So many layers were offered now."""
+        if layers:
+            self._offered_at = length
 
 
 def offer_gathered(sequence: Sequence) -> None:
     """After a decode step: index what has gathered behind the index ("keys") and join blocks, or refresh it."""
-    if sequence.length <= sequence.config.min_context:
+    if sequence.length <= sequence.config.min_context or not sequence.turns.come(sequence.length):
         return
+    layers, turns = 0, sequence.turns
     if not sequence.in_blocks:
-        _offer_refresh(sequence)
+        layers = _offer_refresh(sequence)
     elif not sequence.unseen_queries:
-        left = sequence.turns.offered - _offer_appended(sequence)
+        layers = _offer_appended(sequence)
         if not sequence.config.deterministic:  # otherwise a publication offers them
-            offer_joined(sequence, left)
+            layers += offer_joined(sequence, turns.offered - layers)
+    turns.taken(layers, sequence.length)
 
 
 def _offer_appended(sequence: Sequence) -> int:
@@ -66,24 +81,30 @@ def _offer_appended(sequence: Sequence) -> int:
     return len(due)
 
 
-def offer_joined(sequence: Sequence, most: int) -> None:
-    """Have published small blocks of at most so many layers partitioned together where it is time (``joinable``)."""
-    config, unjoined = sequence.config, sequence.turns.unjoined
+def offer_joined(sequence: Sequence, most: int) -> int:
+    """Have published small blocks of at most so many layers partitioned together where it is time (``joinable``).
+
+    Returns of how many layers some were.
+    """
+    config, unjoined, offered = sequence.config, sequence.turns.unjoined, 0
     if config.policy != "communities":
         unjoined.clear()
     for layer in sorted(unjoined):
-        if most <= 0:
-            return
+        if offered >= most:
+            break
         unjoined.discard(layer)  # until a publication changes its blocks
         ends = [tokens for tokens, _ in sequence.index.marks[layer]]
         span = None if layer in sequence.joining else joinable(ends, sequence.closed[layer], config.block_size)
         if span is not None:
             sequence.submit_joined(layer, *span)
-            most -= 1
+            offered += 1
+    return offered
 
 
-def _offer_refresh(sequence: Sequence) -> None:
+def _offer_refresh(sequence: Sequence) -> int:
     """Bring generated tokens into the partition in the background, when it is time and nothing is under way.
+
+    Returns of how many layers.
 
     Every ``refresh_interval`` tokens all of it is partitioned again, starting from the present communities; in
     between, every ``repair_interval``, new tokens and what they touch move.
@@ -92,17 +113,19 @@ def _offer_refresh(sequence: Sequence) -> None:
     if not turns.refreshing:
         anew = length - sequence.refreshed_at >= config.refresh_interval
         if not anew and not 0 < config.repair_interval <= length - sequence.repaired_at:
-            return
+            return 0
         if sequence.under_way():
-            return  # later: the workers are behind
+            return 0  # later: the workers are behind
         sequence.repaired_at = length
         if anew:
             sequence.refreshed_at = length
         if sequence.unseen_queries or any(edges.tokens == 0 for edges in sequence.edges):
-            return
+            return 0
         turns.refreshing.extend((layer, anew) for layer in range(turns.num_layers))
-    for _ in range(min(turns.offered, len(turns.refreshing))):
+    layers = min(turns.offered, len(turns.refreshing))
+    for _ in range(layers):
         sequence.refresh(*turns.refreshing.popleft())
+    return layers
 
 
 def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:

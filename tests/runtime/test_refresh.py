@@ -127,6 +127,7 @@ def test_a_mixed_index_stays_consistent():
 
 
 def test_repairs_and_warm_passes_take_turns(monkeypatch):
+    monkeypatch.setattr(turns, "PART", 16)  # both layers at once
     ran = []
     for name in ("partition_edges", "repair_edges"):
         original = getattr(jobs, name)
@@ -155,8 +156,10 @@ def test_layers_are_refreshed_one_after_another(monkeypatch):
         sequence, "_submit", lambda layer, *args: ran.append((sequence.length, layer)) or submit(layer, *args)
     )
     story.steps(100)
-    assert ran == [(at + layer, layer) for at in range(136, 220, 16) for layer in range(2)]
-    assert [marks[-1][0] for marks in sequence.index.marks] == [216, 217]
+    assert sequence.turns.every == 4
+    assert ran == [(at + 4 * layer, layer) for at in range(136, 220, 16) for layer in range(2)]
+    sequence.publish()
+    assert [marks[-1][0] for marks in sequence.index.marks] == [216, 220]
     assert sequence.index.n_indexed.min() == sequence.length
     assert_consistent_index(sequence)
     story.assert_weights_of_eq_7()

@@ -78,8 +78,8 @@ def test_a_step_offers_and_publishes_few_layers(served, workers):
         extend_sequence(sequence, 1)
         most = {what: max(most[what], len(set(layers))) for what, layers in served.items()}
         uneven += len({tokens[-1] for tokens in ends(sequence)}) > 1
-    assert most["offered"] == sequence.turns.offered == 2
-    assert 2 <= most["published"] <= sequence.turns.published == 4
+    assert most["offered"] == sequence.turns.offered == 1
+    assert 1 <= most["published"] <= sequence.turns.published == 2
     assert uneven > 4
     settle(sequence)
     assert ends(sequence) == [[64, 128, 192]] * LAYERS
@@ -150,9 +150,22 @@ def test_a_crop_and_a_later_turn_find_layers_indexed_up_to_different_tokens():
 def test_layers_have_their_turn_in_time():
     for layers in (2, 36, 80):
         for interval in (16, 64, 512):
-            most = turns.Turns(config_of(append_block=interval, block_size=512), layers).offered
-            assert most == 2 or (most - 1) * interval < layers * turns.PART
-            assert -(-layers // most) <= interval // turns.PART
+            turn = turns.Turns(config_of(append_block=interval, block_size=512), layers)
+            most, every = turn.offered, turn.every
+            assert most == 1 or (most - 1) * interval < layers * turns.PART
+            assert most == 1 or every == 1
+            assert -(-layers // most) * every <= interval // turns.PART
+            assert (-(-layers // most) + 1) * (every + 1) > interval // turns.PART, "work is not spread as it might be"
+
+
+def test_turns_are_some_tokens_apart_and_come_behind_a_crop():
+    turn = turns.Turns(config_of(append_block=64), 4)
+    assert turn.every == 8
+    assert turn.come(0)
+    turn.taken(1, 100)
+    turn.taken(0, 104)
+    assert [length for length in range(100, 112) if turn.come(length)] == [108, 109, 110, 111]
+    assert turn.come(99)
 
 
 class FakeEvent:
