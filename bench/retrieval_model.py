@@ -414,6 +414,7 @@ def run_training(args: argparse.Namespace, console: Console) -> Path:
                 batch = max(1, (16384 if kind == "full" else 4096) // length)
                 rows.append(dense_accuracy(model, length, form, 8, batch))
                 claims[f"retrieval_{args.family}_accuracy_{form}_{length}"] = rows[-1]["accuracy"]
+    model = load(folder, args.device, dtype)  # what it was trained with knows no cache
     for length in sorted({stage.length for stage in stages if stage.length >= 512}):
         for kind_of, planted in PLANTED.items():
             tokens = min(200, length // 16)
@@ -501,7 +502,12 @@ PLANTED = {"passage": planted_passage, "chain": planted_chain}
 def greedy_tokens(model, planted, length: int, tokens: int, seed: int) -> int:
     """How many of the dense model's greedy tokens are the planted ones."""
     prompt = planted(Drawing(EVALUATION_SEED + seed, next(model.parameters()).device), length, tokens)
-    return int((generated(model, prompt.tokens, tokens) == prompt.answer).sum())
+    return int((generated(model, prompt.tokens, tokens, dense_pieces(model, length)) == prompt.answer).sum())
+
+
+def dense_pieces(model, length: int) -> int | None:
+    """Tokens at a time of a dense prefill: eager attention writes all scores of a piece out."""
+    return 4096 if model.config.model_type == "gpt_oss" and length > 8192 else None
 
 
 def compare(module, prompts: list[Prompt], options: dict, dense: list[Tensor], advance) -> list[dict]:
@@ -551,11 +557,9 @@ def run_evaluation(args: argparse.Namespace, console: Console) -> list[dict]:
             prompts[length] = [
                 PLANTED[kind](draw, length, args.tokens) for kind in args.prompts for _ in range(args.samples)
             ]
-            # Eager attention writes all scores of a prefill out: the dense side reads a long prompt in pieces.
-            chunk = 4096 if family == "gpt_oss" and length > 8192 else None
             dense[length] = []
             for prompt in prompts[length]:
-                dense[length].append(generated(model, prompt.tokens, args.tokens, chunk))
+                dense[length].append(generated(model, prompt.tokens, args.tokens, dense_pieces(model, length)))
                 progress.advance(task)
         for graph in args.graphs:
             torch._dynamo.reset()
