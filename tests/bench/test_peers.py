@@ -46,6 +46,7 @@ def test_one_layer_and_whole_requests_run_what_is_installed(restored, tmp_path):
         assert found["generate", "kvpress"] == "not installed"
 
 
+@pytest.mark.slow
 def test_quality_is_measured_at_equal_budget(restored, monkeypatch, tmp_path):
     ids = torch.randint(2, 100, (texts.LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     monkeypatch.setattr(texts, "frozen_text", lambda kind, tokenizer: ids)

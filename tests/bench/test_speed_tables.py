@@ -53,6 +53,7 @@ def test_the_small_form_runs_every_part(restored, tmp_path):
     assert not watched["eager"]["partitions"]
 
 
+@pytest.mark.slow
 def test_each_graph_is_compiled_once(restored, monkeypatch):
     """Nothing is compiled while a cell is measured, and no graph for one length first."""
     args = speed_tables.arguments_of(["--small", "--device", "cpu"])

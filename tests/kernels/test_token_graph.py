@@ -74,7 +74,9 @@ def test_mixed_graphs_have_the_bits_of_the_torch_form(device):
     check(device, neighbor, weight, [3], 2, key_neighbor=keys.to(device))
 
 
-@pytest.mark.parametrize("row_terms", [(1,), (32,), (16, 64)])
+@pytest.mark.parametrize(
+    "row_terms", [pytest.param((1,), marks=pytest.mark.slow), (32,), pytest.param((16, 64), marks=pytest.mark.slow)]
+)
 def test_hubs_are_added_up_in_dense_memory(monkeypatch, device, row_terms):
     neighbor, weight, _ = random_lists(1, 1, 2, 40, 4)
     monkeypatch.setattr(token_graph, "HUB_BYTES", 3000)
@@ -87,13 +89,22 @@ def test_sums_beyond_float32_are_dropped_and_counted(device):
     assert check(device, *lists, [0], 1, lam=0.0)[2].tolist() == [1]
 
 
+@pytest.mark.slow
 def test_wide_keys_where_a_row_and_its_terms_need_more_than_32_bits():
     constants = token_graph.row_constants
     assert not constants(131_072, 4, 8, 512)["WIDE"]
     assert constants(1 << 23, 4, 8, 512)["WIDE"]
 
 
-@pytest.mark.parametrize("most", [1, 5, 8, 30])
+@pytest.mark.parametrize(
+    "most",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        5,
+        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(30, marks=pytest.mark.slow),
+    ],
+)
 def test_merged_lists_are_those_of_the_host(device, most):
     neighbor, weight, _ = random_lists(2, 1, 3, 50, 6)
     first = torch.tensor([4])

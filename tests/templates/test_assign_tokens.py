@@ -205,7 +205,10 @@ def test_one_graph_without_room_leaves_the_row_as_it_is():
     assert int(case[3].n_indexed[LAYER, 1]) == 41
 
 
-@pytest.mark.parametrize(("heads", "graphs", "lists"), [(2, 2, 6), (2, 1, 6), (3, 9, 9)])
+@pytest.mark.parametrize(
+    ("heads", "graphs", "lists"),
+    [(2, 2, 6), pytest.param(2, 1, 6, marks=pytest.mark.slow), pytest.param(3, 9, 9, marks=pytest.mark.slow)],
+)
 def test_tokens_that_wait_are_caught_up(heads, graphs, lists):
     neighbor, weight, key_new, index, first = assign_case(
         heads, graphs, lists, communities_room=40, tokens_room=64, log_room=32
