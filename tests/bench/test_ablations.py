@@ -149,8 +149,8 @@ def test_the_strongest_neighbors_of_a_token_come_first():
 @pytest.mark.parametrize(
     ("family", "factor", "value"),
     [
-        ("attention", "kappa", "8"),
-        ("attention", "centroid_budget", "16"),
+        pytest.param("attention", "kappa", "8", marks=pytest.mark.slow),
+        pytest.param("attention", "centroid_budget", "16", marks=pytest.mark.slow),
         ("keys", "append", "assign"),
         pytest.param("attention", "graph_aggregation", "head", marks=pytest.mark.slow),
         pytest.param("keys", "centroid_budget", "16", marks=pytest.mark.slow),

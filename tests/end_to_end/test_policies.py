@@ -32,7 +32,7 @@ def generate(module, tokens=150, new_tokens=24, cache="dynamic", **kwargs):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", OTHERS)
 def test_a_budget_of_the_context_is_exact_while_the_index_grows(interpreted, policy, cache):
     model = tiny_model("llama")

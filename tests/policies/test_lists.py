@@ -71,7 +71,7 @@ def test_every_name_that_the_options_take_is_a_policy_of_its_kind():
     assert {name for name, policy in POLICIES.items() if isinstance(policy, TokenPolicy)} == set(TOKEN_POLICIES)
 
 
-@pytest.mark.parametrize("aggregation", ["group", "layer"])
+@pytest.mark.parametrize("aggregation", ["group", pytest.param("layer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_list_holds_indexed_tokens_once_and_keeps_the_budget(policy, queries, aggregation):
