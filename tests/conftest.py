@@ -1,3 +1,4 @@
+import collections
 import os
 
 import pytest
@@ -7,12 +8,23 @@ import torch
 torch.set_num_threads(1)
 
 
+SAMPLED = 8  # combinations of a test, beyond which only every second one runs by default
+
+
 def pytest_collection_modifyitems(items):
-    """Slow tests run with SLOW_TESTS=1 (``make test-all``)."""
-    if os.environ.get("SLOW_TESTS") != "1":
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: SLOW_TESTS=1 runs it"))
+    """Slow tests, and all combinations of tests with many, run with SLOW_TESTS=1 (``make test-all``)."""
+    if os.environ.get("SLOW_TESTS") == "1":
+        return
+    combinations = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: SLOW_TESTS=1 runs it"))
+        else:
+            combinations[item.path, getattr(item, "originalname", item.name)].append(item)
+    for same in combinations.values():
+        if len(same) > SAMPLED:
+            for item in same[1::2]:
+                item.add_marker(pytest.mark.skip(reason="one of many combinations: SLOW_TESTS=1 runs it"))
 
 
 # Kernels run under Triton's interpreter where there is no GPU. Triton reads this when it is first imported.
