@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 GraphSource = Literal["keys", "attention", "mixed"]
 Aggregation = Literal["group", "head", "layer"]
-Score = Literal["max", "softmax"]
+Score = Literal["max", "softmax", "relative"]
 TopK = Literal["fast", "exact"]
 Engine = Literal["native", "igraph", "leidenalg"]
 Policy = Literal[

@@ -124,13 +124,13 @@ def centres_keys(config: CommunityConfig) -> bool:
     group share one list, and with it a head whose queries lie along what all keys have in common would fill it alone.
     Not where the means themselves are read: where tokens are assigned, and where communities are attended by their means.
     """
-    return not assigns_tokens(config) and config.centroid_budget == 0
+    return config.score == "relative" and not assigns_tokens(config) and config.centroid_budget == 0
 
 
 def community_score(config: CommunityConfig) -> str:
-    """What ``ckv::route`` ranks communities by. Heads of a group share a list: they count alike where keys are centred."""
+    """What ``ckv::route`` ranks communities by: "relative" needs centred keys, else it is "max"."""
     own = policy_of(config.policy).score
-    return own or ("relative" if config.score == "max" and centres_keys(config) else config.score)
+    return own or ("max" if config.score == "relative" and not centres_keys(config) else config.score)
 
 
 def shortlist_slots(config: CommunityConfig) -> int:

@@ -18,11 +18,12 @@ MAY_IMPORT = {
     "passes": {"ops", "config", "index_layout", "policies"},
     "lowering": {"ops", "templates", "config", "index_layout"},
     "ops": {"reference", "kernels", "index_layout", "policies", "config"},
-    "kernels": {"lowering", "rendered"},
+    "kernels": {"lowering", "rendered", "runtime"},
     "reference": {"index_layout"},
     "templates": set(),
     "runtime": {
         "ops",
+        "kernels",
         "community",
         "config",
         "errors",

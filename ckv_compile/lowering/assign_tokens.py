@@ -95,6 +95,7 @@ def plan_constants(
     return {
         "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "LISTS": lists // graphs, "KAPPA": kappa,
         "BLOCK_L": block_l, "BLOCK_K": block_k, "CHUNK": min(entries, max(8, 4096 // entries)), "SINKS": sinks, "LAM": lam,
+        "LATER": False,
     }  # fmt: skip
 
 
@@ -102,5 +103,5 @@ def commit_constants(layers: int, batch: int, graphs: int, kv_heads: int, dim: i
     parts = kv_heads if graphs == 1 else 1
     return {
         "LAYERS": layers, "BATCH": batch, "GRAPHS": graphs, "BLOCK_G": next_power_of_2(graphs), "KV_HEADS": kv_heads,
-        "PARTS": parts, "D": dim, "BLOCK_D": max(32, next_power_of_2(parts * dim)), "ENTRIES": entries,
+        "PARTS": parts, "D": dim, "BLOCK_D": max(32, next_power_of_2(parts * dim)), "ENTRIES": entries, "LATER": False,
     }  # fmt: skip

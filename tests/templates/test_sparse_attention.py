@@ -110,7 +110,8 @@ class Case:
         got, want = self.run(sink_logits, **tuned).cpu(), self.oracle(sink_logits)
         assert got.dtype == self.query.dtype
         assert got.isfinite().all()
-        allowed = 1e-6 if got.dtype == torch.float32 else 0.75 * torch.finfo(got.dtype).eps
+        # The interpreter's products are those of numpy's BLAS: on some processors twice as far off.
+        allowed = 3e-6 if got.dtype == torch.float32 else 0.75 * torch.finfo(got.dtype).eps
         assert (got.double() - want).norm() <= allowed * want.norm()
         return got
 
