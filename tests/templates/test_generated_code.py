@@ -245,8 +245,12 @@ retrieve 17x4x1 scores start stored size member log_community log_first num_comm
     tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first candidate candidate_score candidate_rest new_key
 merge_splits 8x1x1 capacity_1 candidate_norm
-plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first
-    edge_neighbor edge_weight
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
+    size num_communities n_indexed log_community label community_weight total_weight
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 first edge_neighbor edge_weight
 assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
     size num_communities n_indexed log_community label community_weight total_weight""",
     )
@@ -270,8 +274,12 @@ retrieve 17x2x1 scores start stored size member log_community log_first num_comm
 edges 64x2x1 key_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest new_key
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
-plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
-    first edge_neighbor edge_weight
+plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
+    stored size num_communities n_indexed log_community label community_weight total_weight
+plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
 assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
     stored size num_communities n_indexed log_community label community_weight total_weight
 fused length!""",
@@ -322,10 +330,16 @@ attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value cap
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest
     new_key
 merge_splits 8x1x1
-plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 length
-    first edge_neighbor edge_weight
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
 assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
-    stored size num_communities n_indexed log_community label community_weight total_weight new_value mean_value
+    stored size num_communities n_indexed log_community label community_weight total_weight new_value log_value
+    mean_value
+plan_tokens 4x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 length first edge_neighbor edge_weight
+assign_tokens 4x2x1 new_key channel_scale log_first capacity_0 length centroid centroid_scale log_mean mean_at start
+    stored size num_communities n_indexed log_community label community_weight total_weight new_value log_value
+    mean_value
 fused length!""",
     )
 
@@ -356,10 +370,14 @@ edges 64x2x1 key_1 n_indexed capacity_1 first candidate candidate_score candidat
 attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1 value_1 new_value
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 first
 merge_splits 8x1x1
-plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first capacity_0 first
-    edge_neighbor edge_weight
+plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 first edge_neighbor edge_weight
 assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
-    size num_communities n_indexed log_community label community_weight total_weight new_value mean_value""",
+    size num_communities n_indexed log_community label community_weight total_weight new_value log_value mean_value
+plan_tokens 2x2x1 label community_weight total_weight gamma num_communities n_indexed log_first log_community
+    capacity_0 first edge_neighbor edge_weight
+assign_tokens 2x2x1 new_key channel_scale log_first capacity_0 centroid centroid_scale log_mean mean_at start stored
+    size num_communities n_indexed log_community label community_weight total_weight new_value log_value mean_value""",
     )
 
 
