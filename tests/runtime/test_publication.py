@@ -142,7 +142,8 @@ def test_kernels_publish_what_the_host_publishes(options):
 @pytest.mark.parametrize("graphs", ["group", "layer"])
 def test_centroids_do_not_hold_what_all_keys_have_in_common(graphs):
     """A head whose queries lie along it would have the best scores of its group everywhere."""
-    config = config_of({"policy": "random", "graph_aggregation": graphs})  # pages: keys have no part in them
+    # Pages: keys have no part in them.
+    config = config_of({"policy": "random", "graph_aggregation": graphs, "score": "relative"})
     keys = torch.randn(2, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     common = 8 * torch.randn(2, 1, 2, 1, 16, generator=torch.Generator().manual_seed(1))
     indexes = []
