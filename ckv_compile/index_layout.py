@@ -129,7 +129,7 @@ def centres_keys(config: CommunityConfig) -> bool:
 
 def community_score(config: CommunityConfig) -> str:
     """What ``ckv::route`` ranks communities by: "relative" needs centred keys, else it is "max"."""
-    own = policy_of(config.policy).score
+    own = getattr(policy_of(config.policy), "score", None)  # of a policy that forms groups
     return own or ("max" if config.score == "relative" and not centres_keys(config) else config.score)
 
 

@@ -167,8 +167,8 @@ def build_graphs(
         else:
             dropped = torch.zeros_like(nodes[some])
             if merged is not None:
-                *joined, dropped = merged_lists(*given, merged, terms_at_once)
-                given = *joined, nodes[some]
+                joined_neighbor, joined_weight, dropped = merged_lists(*given, merged, terms_at_once)
+                given = joined_neighbor, joined_weight, nodes[some]
             edges = _Edges.of_attention(*given, lam, terms_at_once).pruned(prune)
             edges.dropped.add_(dropped)
         if key_neighbor is not None:
@@ -188,8 +188,8 @@ def _joint_by_kernels(
         lists = token_graph.merged(neighbor, weight, first, merged)
         scale = _scale(lists.ids, lists.alpha, lam)
     numbers = torch.stack([0.5 * lam * scale, (1.0 - lam) * scale, scale, torch.full_like(scale, prune)], 1)
-    *csr, dropped = token_graph.joint_csr(lists, first, numbers)
-    return JointGraphs(*csr, dropped, torch.ones_like(scale))
+    indptr, indices, weights, dropped = token_graph.joint_csr(lists, first, numbers)
+    return JointGraphs(indptr, indices, weights, dropped, torch.ones_like(scale))
 
 
 def merged_lists(
