@@ -19,7 +19,6 @@ _MODULE_OF = {
     "pages_block": "partition", "warm_up": "partition",
     "partition_keys_block": "partition", "partition_attention": "partition", "partition_mixed": "partition",
     "partition_repaired": "partition",
-    "assign_greedily": "assign",
     "PartitionPool": "workers", "shared_pool": "workers",
 }  # fmt: skip
 

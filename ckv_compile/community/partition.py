@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from ckv_compile.community.assign import assign_greedily
 from ckv_compile.community.engines import partition_graph
 from ckv_compile.community.graph import (
     TokenGraph,
@@ -370,9 +369,6 @@ def warm_up(config: CommunityConfig) -> None:
         partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
     else:
         partition_mixed(lists, weights, lists[0], 0, config=config, memory=memory, layer=0, graph=0)
-    if config.graph != "keys" or config.append == "assign":
-        labels = np.zeros(3, np.int32)
-        assign_greedily(labels, np.ones(4), np.ones(1), lists[:, 3:], weights[:, 3:], 3, gamma=1.0, lam=config.lam)
     if config.graph != "keys":
         kept = partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
         assert kept.graph is not None

@@ -373,13 +373,13 @@ def test_a_stopped_search_ends_and_remembers_nothing(planted_lists):
 @pytest.mark.parametrize("hierarchy", ["off", "on"])
 @pytest.mark.parametrize("config", [KEYS, ATTENTION, MIXED], ids=lambda config: config.graph)
 def test_warm_up_leaves_nothing_to_compile(config, hierarchy, planted_lists):
-    from ckv_compile.community import assign, graph, leiden, partition
+    from ckv_compile.community import graph, leiden, partition
     from ckv_compile.community import hierarchy as coarse
 
     config = dataclasses.replace(config, hierarchy=hierarchy, budget=128, append_block=16)
 
     def compiled():
-        modules = (assign, coarse, graph, leiden, partition)
+        modules = (coarse, graph, leiden, partition)
         kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "signatures")]
         return sum(len(kernel.signatures) for kernel in kernels)
 
