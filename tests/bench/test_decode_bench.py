@@ -6,19 +6,8 @@ import pytest
 import torch
 
 from bench import decode_layer, decode_step, sparse_decode
-from ckv_compile import backend
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
-
-
-@pytest.fixture
-def restored(monkeypatch):
-    """What the benches change in the process is as before."""
-    monkeypatch.setattr(backend, "_compile", backend._compile)
-    monkeypatch.setattr(backend, "GraphRunner", backend.GraphRunner)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def result_of(folder):

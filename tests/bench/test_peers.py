@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from bench import peers, readme_tables, texts
-from ckv_compile import backend, smollm2
+from ckv_compile import smollm2
 from ckv_compile.testing import tiny_model
-
-
-@pytest.fixture
-def restored(monkeypatch):
-    """What the bench changes in the process is as before."""
-    monkeypatch.setattr(backend, "_compile", backend._compile)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def has(module):

@@ -16,16 +16,6 @@ from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
 
 
-@pytest.fixture
-def restored(monkeypatch):
-    """What the bench changes in the process is as before."""
-    monkeypatch.setattr(backend, "_compile", backend._compile)
-    monkeypatch.setattr(backend, "GraphRunner", backend.GraphRunner)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_the_small_form_runs_every_part(restored, tmp_path):
     claims = speed_tables.main(["--small", "--device", "cpu", "--interpret", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
