@@ -106,12 +106,11 @@ class Case:
                 out[row, head, new] = torch.exp(scores - norm) @ values
         return out
 
-    def check(self, sink_logits=None, **tuned):
+    def check(self, sink_logits=None, single=1e-6, **tuned):
         got, want = self.run(sink_logits, **tuned).cpu(), self.oracle(sink_logits)
         assert got.dtype == self.query.dtype
         assert got.isfinite().all()
-        # The interpreter's products are those of numpy's BLAS: on some processors twice as far off.
-        allowed = 3e-6 if got.dtype == torch.float32 else 0.75 * torch.finfo(got.dtype).eps
+        allowed = single if got.dtype == torch.float32 else 0.75 * torch.finfo(got.dtype).eps
         assert (got.double() - want).norm() <= allowed * want.norm()
         return got
 
@@ -280,4 +279,4 @@ def test_a_community_of_far_larger_or_smaller_score_than_the_tokens(device):
     for factor in (200, -200):
         case = Case(device).summarize(5)
         case.index.centroid_scale.mul_(factor)
-        case.check()
+        case.check(single=3e-6)  # of scores some hundred large, single precision keeps no more on any processor

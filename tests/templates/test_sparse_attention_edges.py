@@ -118,9 +118,8 @@ def check(case, kappa, source, sink_logits=None, **tuned):
     assert torch.equal(found[0], exact[0])
     torch.testing.assert_close(found[1], exact[1], rtol=2e-5, atol=1e-6)
     assert torch.equal(found[2].double().nan_to_num(7), exact[2].nan_to_num(7))
-    # 2e-6: products of 128 channels in a row, as a GPU adds them; NumPy adds in pairs.
-    single = 2e-6  # of a GPU's additions, and of some processors' products
-    allowed = single if found[3].dtype == torch.float32 else 0.75 * torch.finfo(found[3].dtype).eps
+    # 2e-6: products of 128 channels in a row, as a GPU adds them, and the matrix product of some processors.
+    allowed = 2e-6 if found[3].dtype == torch.float32 else 0.75 * torch.finfo(found[3].dtype).eps
     assert (found[3].double() - exact[3]).norm() <= allowed * exact[3].norm()
     return found
 
@@ -231,7 +230,7 @@ def test_communities_change_no_edge_and_the_new_value_is_kept(source, graphs, si
         *given, *at, None if logits is None else logits.to(DEVICE), *found, LAYER, SCALE, SINKS, WINDOW, 5, source,
         described, SPLITS=4, BLOCK_N=16, LIST_N=16,
     ).cpu()  # fmt: skip
-    assert (got.double() - want).norm() <= 3e-6 * want.norm()
+    assert (got.double() - want).norm() <= 1e-6 * want.norm()
     assert not torch.allclose(got, without)
     edges = picks([tensor.cpu() for tensor in found], case, 5, source)
     for tensor, alone in zip((*edges, found[4][LAYER].cpu()), (neighbor, weight, new_key), strict=True):
