@@ -165,6 +165,11 @@ class CommunityConfig:
             raise ValueError(
                 f"options['append_block'] must be at most block_size ({self.block_size}), got {self.append_block}"
             )
+        if self.score == "relative" and (self.graph != "keys" or self.append == "assign" or self.centroid_budget):
+            raise ValueError(
+                "options['score'] = 'relative' needs graph='keys', append='attend' and centroid_budget=0, whose centroids "
+                f"are centred, got graph={self.graph!r}, append={self.append!r} and centroid_budget={self.centroid_budget}"
+            )
         if self.hierarchy == "on" and (self.score != "max" or self.policy != "communities"):
             raise ValueError(
                 "options['hierarchy'] = 'on' needs score='max' and policy='communities', "

@@ -28,9 +28,7 @@ NOMINAL_LENGTH = 128  # length of the K and V views that a compiled graph sees
 NOMINAL_STATE = 1  # the same for flat index state
 CANDIDATE_TAIL = 1024  # positions of the tail whose scores a step keeps, beside those of listed tokens
 CANDIDATE_PARTS = 64  # programs at most, each with its best of what has no slot
-ASSIGNED_AT_ONCE = (
-    2  # tokens that a step gives a community at most: more than arrive, so that those that waited are caught up
-)
+ASSIGNED_AT_ONCE = 2  # tokens that a step gives a community at most: more than arrive, so that it catches up
 PROGRAMS = 64  # parts of the communities that list their best separately (``ckv::route``)
 DEVIATIONS = 3.0  # of the communities of a group that its best is taken to lie above their mean
 MOST_COVERAGE = 4  # times the fewest groups whose communities a step scores, where communities are very many
@@ -124,13 +122,7 @@ def centres_keys(config: CommunityConfig) -> bool:
     group share one list, and with it a head whose queries lie along what all keys have in common would fill it alone.
     Not where the means themselves are read: where tokens are assigned, and where communities are attended by their means.
     """
-    return config.score == "relative" and not assigns_tokens(config) and config.centroid_budget == 0
-
-
-def community_score(config: CommunityConfig) -> str:
-    """What ``ckv::route`` ranks communities by: "relative" needs centred keys, else it is "max"."""
-    own = getattr(policy_of(config.policy), "score", None)  # of a policy that forms groups
-    return own or ("max" if config.score == "relative" and not centres_keys(config) else config.score)
+    return config.score == "relative"
 
 
 def shortlist_slots(config: CommunityConfig) -> int:

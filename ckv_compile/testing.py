@@ -700,7 +700,7 @@ def assert_consistent_index(sequence: Any) -> None:
 
 def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: float = 0.25) -> tuple[Tensor, Tensor]:
     """The list of a decode step of ``bare_sequence`` for ``query`` [B, Hq, Q, D], by the operators of its policy."""
-    from ckv_compile.index_layout import POLICY_STATE, community_score
+    from ckv_compile.index_layout import POLICY_STATE
     from ckv_compile.policies import TokenPolicy, policy_of
 
     index, config, shape = sequence.index, sequence.config, sequence.shape
@@ -723,7 +723,7 @@ def retrieve_step(sequence: Any, layer: int, query: Tensor, budget: int, scale: 
     read = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
     listed = torch.ops.ckv.route(
         query, *(at[name] for name in read), capacity, at["scores"], layer, shape.graphs, shape.kv_heads, scale,
-        community_score(config), sequence.length_device, 2048, *visit,
+        policy.score or config.score, sequence.length_device, 2048, *visit,
     )  # fmt: skip
     return torch.ops.ckv.retrieve(
         *listed, at["scores"], at["start"], at["stored"], at["size"], at["member"], at["log_community"],

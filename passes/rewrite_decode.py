@@ -20,7 +20,6 @@ from ckv_compile.index_layout import (
     NOMINAL_STATE,
     POLICY_STATE,
     assigns_tokens,
-    community_score,
     edge_lists,
     shortlist_slots,
     state_dtypes,
@@ -227,7 +226,7 @@ def _retrieve(site, layer, key, batch, graphs, length, queries, state, config, c
     """The list of the best groups of tokens that fit the budget. New nodes are appended to ``new``."""
     policy = policy_of(config.policy)
     assert isinstance(policy, GroupPolicy)
-    score = community_score(config)
+    score = policy.score or config.score
     groups, capacity, reserved = site.num_kv_heads, state[f"capacity_{layer}"], config.centroid_budget
     sinks, window = config.num_sink_tokens, config.recent_window
     visit: tuple = ()

@@ -47,6 +47,11 @@ def test_options_are_frozen():
             ValueError,
             r"'hierarchy'\] = 'on' needs score='max' and policy='communities', got score='softmax' and policy='communities'",
         ),
+        (
+            {"score": "relative", "append": "assign"},
+            ValueError,
+            r"'score'\] = 'relative' needs graph='keys', append='attend' and centroid_budget=0, .* got .*append='assign'",
+        ),
         ({"hierarchy": True}, ValueError, r"'hierarchy'\] must be one of 'auto', 'on', 'off', got True"),
         ({"buget": 256}, ValueError, r"unknown option 'buget'.*did you mean 'budget'"),
         ({"partition_timeout": -1}, ValueError, r"partition_timeout.*got -1"),
