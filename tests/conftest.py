@@ -32,6 +32,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture
+def layers_at_once(monkeypatch):
+    """All layers have their turn between two steps, so that they are indexed up to the same token."""
+    from ckv_compile.runtime import turns
+
+    monkeypatch.setattr(turns, "PART", 1_000)
+
+
 @pytest.fixture(autouse=True)
 def dispatch_state_is_left_as_it_was():
     """Modes and excluded keys are a thread's, not a test's: one that leaks them would fail every test behind it."""

@@ -294,6 +294,7 @@ def test_a_cache_that_outgrew_its_slab_is_indexed_after_the_slab_is_gone(interpr
     assert [marks[-1][0] >= 140 for marks in sequence_of_length(155).index.marks] == [True, True]  # 78 before
 
 
+@pytest.mark.usefixtures("layers_at_once")
 @pytest.mark.parametrize(("graph", "cache_class"), [("attention", DynamicCache), ("mixed", StaticCache)])
 def test_later_turns_enter_the_attention_graph(interpreted, model, graph, cache_class):
     module = compiled(model, graph=graph, refresh_interval=16)
@@ -356,6 +357,7 @@ def test_a_crop_takes_back_what_decode_steps_assigned(interpreted, model, option
     assert explanation.tokens_attended == explanation.tokens_in_context
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_a_partition_that_was_overtaken_is_dropped(interpreted, model, monkeypatch):
     finished = []
     original = sequences.Sequence._submit

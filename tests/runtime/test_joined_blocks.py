@@ -61,6 +61,7 @@ def test_blocks_are_joined_when_they_fill_one_or_add_a_third(block_ends, closed,
     assert joinable(block_ends, closed, 64) == expected
 
 
+@pytest.mark.usefixtures("layers_at_once")
 @pytest.mark.parametrize("prompt", [30, 63, 70, 112, 128])
 def test_full_blocks_begin_where_those_of_the_whole_would(prompt):
     sequence = prefilled(keys_config(), prompt)
@@ -85,6 +86,7 @@ def test_a_later_turn_closes_the_open_block_first():
     assert_consistent_index(sequence)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 @pytest.mark.parametrize(
     "options", [{}, {"append": "assign"}, {"graph_aggregation": "layer"}, {"centroid_budget": 4}], ids=str
 )
@@ -112,6 +114,7 @@ def test_a_joined_block_is_the_partition_of_its_tokens_at_once():
         np.testing.assert_array_equal(ours[0, ..., :used], expected[0, ..., :used])
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     """A partition that comes back late finds other blocks behind those that it replaces."""
     sequence = prefilled(keys_config(append="assign", centroid_budget=4), 64, seed=1)
@@ -134,6 +137,7 @@ def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     assert_consistent_index(sequence)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_small_blocks_stay_when_their_joint_partition_fails(monkeypatch):
     original = jobs.partition_block
 
@@ -151,6 +155,7 @@ def test_small_blocks_stay_when_their_joint_partition_fails(monkeypatch):
     assert all("too large" in failure for failure in sequence.statistics.failures)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_a_crop_into_a_joined_block_indexes_its_rest_again():
     sequence = prefilled(keys_config(), 64)
     extend_sequence(sequence, 81)
@@ -163,6 +168,7 @@ def test_a_crop_into_a_joined_block_indexes_its_rest_again():
     assert_consistent_index(sequence)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_a_crop_while_blocks_are_being_joined_forgets_the_result():
     sequence = prefilled(keys_config(), 64)
     extend_sequence(sequence, 64)
@@ -176,6 +182,7 @@ def test_a_crop_while_blocks_are_being_joined_forgets_the_result():
     assert_consistent_index(sequence)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_control_policies_join_nothing():
     sequence = prefilled(keys_config(policy="streaming"), 64)
     extend_sequence(sequence, 82)

@@ -126,8 +126,8 @@ def test_a_mixed_index_stays_consistent():
     assert not story.sequence.statistics.failures
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_repairs_and_warm_passes_take_turns(monkeypatch):
-    monkeypatch.setattr(turns, "PART", 16)  # both layers at once
     ran = []
     for name in ("partition_edges", "repair_edges"):
         original = getattr(jobs, name)
@@ -169,6 +169,7 @@ def test_layers_are_refreshed_one_after_another(monkeypatch):
     assert not sequence.statistics.failures
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_without_repairs_only_warm_passes_run(monkeypatch):
     monkeypatch.setattr(jobs, "repair_edges", None)
     story = Story(attention_config(repair_interval=0))
@@ -214,6 +215,7 @@ def busy_worker():
     assert pool.wait(ticket, 60)
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_workers_that_are_behind_get_no_further_work(busy_worker):
     story = Story(attention_config(workers=1))
     story.steps(200)
@@ -230,6 +232,7 @@ def test_workers_that_are_behind_get_no_further_work(busy_worker):
     story.assert_weights_of_eq_7()
 
 
+@pytest.mark.usefixtures("layers_at_once")
 def test_edges_that_the_log_had_no_room_for_are_lost_and_nothing_else(busy_worker):
     story = Story(attention_config(workers=1, refresh_interval=32))
     assert story.sequence.shape.log == 128
