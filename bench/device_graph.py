@@ -77,7 +77,7 @@ def arguments(lists: tuple[Tensor, Tensor]) -> dict[str, Any]:
     }
 
 
-def staged(lists: tuple[Tensor, Tensor], merged: int | None) -> dict[str, float]:
+def staged(lists: tuple[Tensor, Tensor]) -> dict[str, float]:
     """ms of each stage of the kernels, all graphs at once."""
     from ckv_compile.kernels import token_graph
 
@@ -86,10 +86,7 @@ def staged(lists: tuple[Tensor, Tensor], merged: int | None) -> dict[str, float]
     first = torch.full((GRAPHS,), FIRST, device=neighbor.device)
     terms = token_graph.ROW_TERMS
     clock = Clock(True)
-    if merged is None or neighbor.shape[1] == 1:
-        made = token_graph.cleaned(neighbor, weight, first)
-    else:
-        made = token_graph.merged(neighbor, weight, first, merged)
+    made = token_graph.cleaned(neighbor, weight, first)
     scale = device_graph._scale(made.ids, made.alpha, LAM)
     numbers = torch.stack([LAM / 2 * scale, (1 - LAM) * scale, scale, torch.full_like(scale, PRUNE)], 1)
     clock.mark()
@@ -110,12 +107,12 @@ def built(lists: tuple[Tensor, Tensor], **options: Any) -> list[device_graph.Joi
     return list(build_graphs(**arguments(lists), **options))
 
 
-def check(device: str, merged: int | None, kernels: bool) -> None:
+def check(device: str, kernels: bool) -> None:
     """Raises where kernels and torch differ."""
     lists = lists_of(4096, 4 * GRAPHS, device)
     if not kernels:
         return
-    ours, theirs = (built(lists, merged=merged, kernels=one, terms_at_once=1 << 26) for one in (True, False))
+    ours, theirs = (built(lists, kernels=one, terms_at_once=1 << 26) for one in (True, False))
     for one, two in zip(ours[0].tensors(), theirs[0].tensors(), strict=True):
         if not torch.equal(one, two):
             raise RuntimeError("the kernels build other graphs than torch")
@@ -125,8 +122,7 @@ def measure(
     tokens: int, heads: int, form: str, device: str, repetitions: int, lists: tuple[Tensor, Tensor]
 ) -> dict[str, Any]:  # fmt: skip
     cuda = device.startswith("cuda")
-    merged = int(form.removeprefix("merged")) if form.startswith("merged") else None
-    options = {"merged": merged, "kernels": form != "torch" and cuda}
+    options = {"kernels": form != "torch" and cuda}
     parts = built(lists, **options)  # compiles
     row = {
         "tokens": tokens, "lists": heads, "groups": GRAPHS, "kappa": KAPPA, "form": form,
@@ -147,8 +143,8 @@ def measure(
     row["raw_ms"], row["median_ms"] = times, statistics.median(times)
     row["peak_bytes"] = torch.cuda.max_memory_allocated() - before if cuda else None
     if cuda and form != "torch":
-        staged(lists, merged)
-        found = [staged(lists, merged) for _ in range(repetitions)]
+        staged(lists)
+        found = [staged(lists) for _ in range(repetitions)]
         row["rows_by_terms"] = found[0]["rows_by_terms"]
         row |= {f"{stage}_ms": statistics.median(one[stage] for one in found) for stage in STAGES}
     return row
@@ -198,7 +194,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
     parser.add_argument("--lists", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--forms", nargs="+", default=["kernels"], help="kernels, merged8, merged12, ..., torch")
+    parser.add_argument("--forms", nargs="+", default=["kernels"], choices=("kernels", "torch"))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--beside", action="store_true", help="also time what a prefill loses, at the largest context")
     parser.add_argument("--device", default="cuda")
@@ -208,8 +204,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.small:
         args.tokens, args.repetitions = [512], 2
     cuda = args.device.startswith("cuda")
-    forms = args.forms if cuda else ["torch", *(form for form in args.forms if form.startswith("merged"))]
-    check(args.device, None, cuda)
+    forms = args.forms if cuda else ["torch"]
+    check(args.device, cuda)
     rows = []
     for tokens in args.tokens:
         for heads in args.lists:
@@ -217,8 +213,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             for form in forms:
                 row = measure(tokens, heads, form, args.device, args.repetitions, lists)
                 if args.beside and cuda and tokens == max(args.tokens):
-                    merged = int(form.removeprefix("merged")) if form.startswith("merged") else None
-                    options = {"merged": merged, "kernels": form != "torch"}
+                    options = {"kernels": form != "torch"}
                     row |= beside(tokens, lambda lists=lists, options=options: built(lists, **options), 3)
                 rows.append(row)
     console = Console()

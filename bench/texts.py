@@ -38,7 +38,7 @@ def frozen_text(kind: str, tokenizer) -> list[int]:
     return ids
 
 
-def fresh_text(kind: str, tokenizer, seed: int) -> list[int]:
+def fresh_text(kind: str, tokenizer, seed: int, length: int = LENGTH) -> list[int]:
     """Token ids of files of the standard library ("python") or of pydoc's topics ("prose"), in an order by ``seed``."""
     if kind == "python":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -51,6 +51,6 @@ def fresh_text(kind: str, tokenizer, seed: int) -> list[int]:
     ids: list[int] = []
     for index in np.random.default_rng(seed).permutation(len(pieces)):
         ids += tokenizer(pieces[index])["input_ids"]
-        if len(ids) >= LENGTH:
-            return ids[:LENGTH]
-    raise ValueError(f"the {kind} files of this Python hold only {len(ids)} tokens, {LENGTH} are needed")
+        if len(ids) >= length:
+            return ids[:length]
+    raise ValueError(f"the {kind} files of this Python hold only {len(ids)} tokens, {length} are needed")

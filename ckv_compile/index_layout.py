@@ -210,7 +210,8 @@ class IndexShape:
 
     @classmethod
     def for_cache(cls, config: CommunityConfig, geometry, batch: int, tokens: int) -> IndexShape:
-        log = 4 * config.refresh_interval if assigns_tokens(config) else 1
+        # No more than there may be tokens: some ask for an interval that never ends.
+        log = min(4 * config.refresh_interval, tokens) if assigns_tokens(config) else 1
         blocks = tokens // config.append_block + tokens // config.block_size + 2 if in_blocks(config) else 0
         graphs = geometry.num_graphs(config.graph_aggregation)
         heads = geometry.num_query_heads, geometry.num_kv_heads

@@ -82,57 +82,6 @@ def _clean_lists(neighbors, weights, first):
 
 
 @njit(nogil=True, cache=True)
-def merged_lists(neighbors, weights, first, position, most):
-    """One list per position for those of several heads: sums of an entry's weights, the strongest ``most`` of them.
-
-    neighbors, weights: int32 and float32 [H, q, kappa], lists of positions ``position ...``, entries in any order. A list
-    counts as in ``attention_graph``; weights are added in the order of the heads, in float64, and of equal sums the
-    entry that comes first in that order is the stronger one. Returns ids int32 and weights float32 [1, q, most],
-    strongest first, -1 and 0 where there are fewer, and the number of entries with an unusable weight.
-    """
-    heads, count, kappa = neighbors.shape
-    ids = np.full((1, count, most), -1, np.int32)
-    alphas = np.zeros((1, count, most), np.float32)
-    found = np.empty(max(1, heads * kappa), np.int64)
-    total = np.empty(max(1, heads * kappa), np.float64)
-    counted = np.empty(max(1, heads * kappa), np.int64)  # the last head whose list counted there
-    dropped = 0
-    for m in range(max(0, first - position), count):
-        filled = 0
-        for h in range(heads):
-            for slot in range(kappa):
-                j = neighbors[h, m, slot]
-                alpha = weights[h, m, slot]
-                if j < first or j >= position + count:
-                    continue
-                if not (alpha >= 0.0 and alpha < np.inf):
-                    dropped += 1
-                    continue
-                if alpha == 0.0:
-                    continue
-                place = 0
-                while place < filled and found[place] != j:
-                    place += 1
-                if place == filled:
-                    found[place] = j
-                    total[place] = alpha
-                    counted[place] = h
-                    filled += 1
-                elif counted[place] != h:
-                    total[place] += alpha
-                    counted[place] = h
-        for slot in range(min(most, filled)):
-            best = 0
-            for place in range(1, filled):
-                if total[place] > total[best]:
-                    best = place
-            ids[0, m, slot] = found[best]
-            alphas[0, m, slot] = total[best]
-            total[best] = -1.0
-    return ids, alphas, dropped
-
-
-@njit(nogil=True, cache=True)
 def _lists_by_key(ids, n):
     """Which lists concern a node: those that hold it and its own, in ascending list order (counting sort).
 

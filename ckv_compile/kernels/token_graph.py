@@ -31,8 +31,6 @@ HUB_PARTS = 64  # programs that share a hub's places
 PRUNED_ROWS: dict[str, Any] = {"R": 8, "BLOCK": 64, "num_warps": 4}
 PRUNED_HUBS: dict[str, Any] = {"R": 1, "BLOCK": 2048, "num_warps": 8}
 MOST_SLOTS = 32
-MOST_COMPARED = 8192  # pairs of entries of a position that ``merge_lists`` holds at a time
-LARGEST = tl.constexpr(3.4028234663852886e38)
 # A product and the sum that rounds it must stay two operations, as they are in torch.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -55,10 +53,6 @@ def applies(n: int, lists: int, kappa: int) -> bool:
     """Whether the kernels do it: entries and rows of a graph are counted in 32 bits, and lists fit a program."""
     slots = next_power_of_2(max(1, kappa))
     return 0 < kappa <= MOST_SLOTS and n > 0 and lists * n * slots < 1 << 31
-
-
-def can_merge(lists: int, kappa: int) -> bool:
-    return 0 < kappa <= MOST_SLOTS and next_power_of_2(lists * kappa) * next_power_of_2(kappa) <= MOST_COMPARED
 
 
 def bytes_per_graph(n: int, lists: int, kappa: int) -> int:
@@ -101,60 +95,6 @@ def clean_lists(
     tl.store(IDS + place, tl.where(kept, id, -1), mask=(position < n)[:, None])
     tl.store(ALPHA + place, tl.where(kept, weight, 0.0), mask=(position < n)[:, None])
     tl.atomic_add(LISTED + graph * n + id, 1, mask=kept, sem="relaxed")
-
-
-@triton.jit
-def merge_lists(
-    NEIGHBOR, WEIGHT, FIRST, IDS, ALPHA, LISTED, DROPPED, n,
-    LISTS: tl.constexpr, KAPPA: tl.constexpr, ENTRIES: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr,
-    M: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program per BLOCK positions and graph; all lists of a position are in it. ENTRIES >= LISTS * KAPPA, K >= KAPPA."""
-    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    graph = tl.program_id(1).to(tl.int64)
-    first = tl.load(FIRST + graph)
-    entry = tl.arange(0, ENTRIES)
-    present = (position < n)[:, None] & (entry < LISTS * KAPPA)[None, :]
-    list_row = ((graph * LISTS + entry // KAPPA) * n)[None, :] + position[:, None]
-    place = list_row * KAPPA + (entry % KAPPA)[None, :]
-    id = tl.load(NEIGHBOR + place, mask=present, other=-1)
-    weight = tl.load(WEIGHT + place, mask=present, other=0.0)
-    node = (id >= first) & (id < n) & (position >= first)[:, None] & present
-    usable = (weight >= 0) & (weight < float("inf"))
-    bad = tl.sum(tl.sum((node & ~usable).to(tl.int64), 1), 0)
-    tl.atomic_add(DROPPED + graph, bad, mask=bad > 0, sem="relaxed")
-    kept = node & usable & (weight > 0)
-    id = tl.where(kept, id, -1)
-    total = tl.zeros([BLOCK, ENTRIES], tl.float64)
-    earliest = tl.full([BLOCK, ENTRIES], ENTRIES, tl.int32)
-    slot = tl.arange(0, K)
-    for head in range(LISTS):
-        there = (position < n)[:, None] & (slot < KAPPA)[None, :]
-        theirs = ((graph * LISTS + head) * n + position)[:, None] * KAPPA + slot[None, :]
-        other = tl.load(NEIGHBOR + theirs, mask=there, other=-1)
-        alpha = tl.load(WEIGHT + theirs, mask=there, other=0.0)
-        counts = there & (other >= first) & (alpha > 0) & (alpha < float("inf"))
-        same = (id[:, :, None] == other[:, None, :]) & counts[:, None, :]  # [BLOCK, ENTRIES, K]
-        number = tl.where(same, (head * KAPPA + slot)[None, None, :], ENTRIES)
-        leading = tl.min(number, 2)
-        chosen = same & (number == leading[:, :, None])  # at most one, so that float32 adds nothing to it but zeros
-        total += tl.sum(tl.where(chosen, alpha[:, None, :], 0.0), 2).to(tl.float64)
-        earliest = tl.minimum(earliest, leading)
-    score = tl.where(kept & (earliest == entry[None, :]), total, -1.0)
-    out = (graph * n + position) * M
-    for rank in range(MOST):
-        best = tl.max(score, 1)
-        which = tl.min(tl.where(score == best[:, None], entry[None, :], ENTRIES), 1)
-        chosen = entry[None, :] == which[:, None]
-        found = (best > 0) & (position < n)
-        key = tl.sum(tl.where(chosen, id, 0), 1)
-        tl.store(IDS + out + rank, tl.where(found, key, -1), mask=position < n)
-        tl.store(ALPHA + out + rank, tl.where(found, tl.minimum(best, LARGEST), 0.0).to(tl.float32), mask=position < n)
-        tl.atomic_add(LISTED + graph * n + key, 1, mask=found, sem="relaxed")
-        score = tl.where(chosen, -1.0, score)
-    for rank in range(MOST, M):
-        tl.store(IDS + out + rank, tl.full([BLOCK], -1, tl.int32), mask=position < n)
-        tl.store(ALPHA + out + rank, tl.zeros([BLOCK], tl.float32), mask=position < n)
 
 
 @triton.jit
@@ -354,19 +294,6 @@ def cleaned(neighbor: Tensor, weight: Tensor, first: Tensor) -> Lists:
     clean_lists[-(-n // block), lists, graphs](
         neighbor.contiguous(), weight.contiguous(), first, found.ids, found.alpha, found.listed, found.dropped, n,
         LISTS=lists, KAPPA=kappa, M=slots, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return found
-
-
-def merged(neighbor: Tensor, weight: Tensor, first: Tensor, most: int) -> Lists:
-    """One list of at most ``most`` entries for the L of a position, see ``community.graph.merged_lists``."""
-    graphs, lists, n, kappa = neighbor.shape
-    found = _empty_lists(neighbor, 1, next_power_of_2(most))
-    entries, slots = next_power_of_2(lists * kappa), next_power_of_2(kappa)
-    block = max(1, 2048 // (entries * slots))
-    merge_lists[-(-n // block), graphs](
-        neighbor.contiguous(), weight.contiguous(), first, found.ids, found.alpha, found.listed, found.dropped, n,
-        LISTS=lists, KAPPA=kappa, ENTRIES=entries, K=slots, MOST=most, M=next_power_of_2(most), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return found
 

@@ -16,8 +16,8 @@ registers: of a mean row, 36 lists and 288 terms that a warp sorts among 512, in
 code, 6.3 billion a layer or 7-14 ms; lists, places and edges are 5 GB of memory traffic, another 3-6 ms. These are
 estimates (bench.device_graph).
 
-``merged`` would give one list per position, of the strongest sums over a group's heads, before pairs are formed. It is not
-what graphs are made of. On SmolLM2-135M (3 heads a group, 8 layers, 4,096 tokens of a prompt and 256 behind it, budget
+Lists are not merged. One list per position, of the strongest sums over a group's heads, would save terms before pairs are
+formed, but on SmolLM2-135M (3 heads a group, 8 layers, 4,096 tokens of a prompt and 256 behind it, budget
 1/16) attention-mass recall in prose / Python was .644 / .688 with every head's list, .628 / .678 with the 8 strongest,
 .640 / .693 with 12 and .642 / .696 with 16: 8 lose 0.9-1.6 points, and 12 or more make 78 terms or more of the 144 of
 four heads.
@@ -123,7 +123,6 @@ def build_graphs(
     lam: float,
     prune: float,
     key_neighbor: Tensor | None = None,
-    merged: int | None = None,
     terms_at_once: int = TERMS_AT_ONCE,
     kernels: bool | None = None,
 ) -> Iterator[JointGraphs]:
@@ -131,9 +130,8 @@ def build_graphs(
 
     neighbor, weight: int32 and float32 [B, H, n, kappa], lists of all positions with their probabilities (others lose
     their small terms to the largest, see above); H / graphs heads share a graph. first: [B], the first position of a row
-    that is a node. key_neighbor: int32 [B, graphs, n, k], positions, for mixed graphs. merged: entries of the list that
-    stands for those of the heads of a graph; None: each head's own count. kernels: whether ``kernels.token_graph`` does
-    it; None: on CUDA, where it can.
+    that is a node. key_neighbor: int32 [B, graphs, n, k], positions, for mixed graphs. kernels: whether
+    ``kernels.token_graph`` does it; None: on CUDA, where it can.
     Waits for the device, to learn how many edges there are: not for a thread that launches steps.
     """
     batch, heads, n, kappa = neighbor.shape
@@ -143,85 +141,40 @@ def build_graphs(
     nodes = torch.tensor(first, device=neighbor.device).clamp_(0, n).repeat_interleave(graphs)
     if key_neighbor is not None:
         key_neighbor = key_neighbor.reshape(batch * graphs, 1, n, key_neighbor.shape[3])
-    merged = merged if heads > 1 else None
-    lists, entries = (heads, kappa) if merged is None else (1, merged)
     if neighbor.is_cuda if kernels is None else kernels:
         from ckv_compile.kernels import token_graph
 
-        kernels = token_graph.applies(n, lists, entries) and (merged is None or token_graph.can_merge(heads, kappa))
+        kernels = token_graph.applies(n, heads, kappa)
     if kernels:
-        most = BYTES_PER_TERM * terms_at_once // token_graph.bytes_per_graph(n, lists, entries)
+        most = BYTES_PER_TERM * terms_at_once // token_graph.bytes_per_graph(n, heads, kappa)
     else:
-        most = terms_at_once // max(1, lists * n * terms_of(entries))
+        most = terms_at_once // max(1, heads * n * terms_of(kappa))
     parts = -(-batch * graphs // max(1, most))
     together = max(1, -(-batch * graphs // max(1, parts)))
     for begin in range(0, batch * graphs, together):
         some = slice(begin, begin + together)
         given = neighbor[some], weight[some], nodes[some]
         if kernels:
-            joint = _joint_by_kernels(*given, lam, prune, merged)
+            joint = _joint_by_kernels(*given, lam, prune)
             if key_neighbor is None:
                 yield joint
                 continue
             edges = _Edges.of_joint(joint, nodes[some])
         else:
-            dropped = torch.zeros_like(nodes[some])
-            if merged is not None:
-                joined_neighbor, joined_weight, dropped = merged_lists(*given, merged, terms_at_once)
-                given = joined_neighbor, joined_weight, nodes[some]
             edges = _Edges.of_attention(*given, lam, terms_at_once).pruned(prune)
-            edges.dropped.add_(dropped)
         if key_neighbor is not None:
             edges = edges.mixed(_Edges.of_keys(key_neighbor[some], nodes[some], terms_at_once))
         yield edges.csr()
 
 
-def _joint_by_kernels(
-    neighbor: Tensor, weight: Tensor, first: Tensor, lam: float, prune: float, merged: int | None
-) -> JointGraphs:
+def _joint_by_kernels(neighbor: Tensor, weight: Tensor, first: Tensor, lam: float, prune: float) -> JointGraphs:
     from ckv_compile.kernels import token_graph
 
-    if merged is None:
-        scale = _scale(neighbor, weight, lam)
-        lists = token_graph.cleaned(neighbor, weight, first)
-    else:
-        lists = token_graph.merged(neighbor, weight, first, merged)
-        scale = _scale(lists.ids, lists.alpha, lam)
+    scale = _scale(neighbor, weight, lam)
+    lists = token_graph.cleaned(neighbor, weight, first)
     numbers = torch.stack([0.5 * lam * scale, (1.0 - lam) * scale, scale, torch.full_like(scale, prune)], 1)
     indptr, indices, weights, dropped = token_graph.joint_csr(lists, first, numbers)
     return JointGraphs(indptr, indices, weights, dropped, torch.ones_like(scale))
-
-
-def merged_lists(
-    neighbor: Tensor, weight: Tensor, first: Tensor, most: int, terms_at_once: int = TERMS_AT_ONCE
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``community.graph.merged_lists`` of G graphs; neighbor, weight: [G, H, n, kappa], of all positions.
-
-    Returns int32 and float32 [G, 1, n, most] and the number of unusable weights, int64 [G].
-    """
-    graphs, heads, n, kappa = neighbor.shape
-    ids = neighbor.new_full((graphs, 1, n, most), -1)
-    alphas = weight.new_zeros(ids.shape)
-    dropped = torch.zeros_like(first)
-    entries = heads * kappa
-    filled = min(most, entries)
-    for begin, end in _ranges(n, graphs * entries * entries, terms_at_once):
-        lists = neighbor[:, :, begin:end], weight[:, :, begin:end]
-        _, kept, bad = _clean_lists(*lists, first, begin, n)
-        dropped.add_(bad)
-        candidate, counts = (one.transpose(1, 2).reshape(graphs, end - begin, entries) for one in (lists[0], kept))
-        total = torch.zeros(candidate.shape, dtype=torch.float64, device=first.device)
-        for head in range(heads):
-            same = (candidate.unsqueeze(-1) == lists[0][:, head].unsqueeze(-2)) & kept[:, head].unsqueeze(-2)
-            total += lists[1][:, head].unsqueeze(-2).masked_fill(~same, 0).sum(-1)  # of one weight and zeros
-        earlier = (candidate.unsqueeze(-1) == candidate.unsqueeze(-2)) & counts.unsqueeze(-2)
-        counts = counts & ~earlier.tril(-1).any(-1)
-        score, place = total.masked_fill(~counts, -1).sort(dim=-1, descending=True, stable=True)
-        score, place = score[..., :filled], place[..., :filled]
-        there = score > 0
-        ids[:, 0, begin:end, :filled] = candidate.gather(-1, place).masked_fill(~there, -1)
-        alphas[:, 0, begin:end, :filled] = score.clamp(0, torch.finfo(torch.float32).max).float()
-    return ids, alphas, dropped
 
 
 @dataclasses.dataclass(frozen=True)

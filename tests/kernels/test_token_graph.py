@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckv_compile.community import graph as host
 from ckv_compile.kernels import token_graph
-from ckv_compile.runtime.device_graph import build_graphs, merged_lists
+from ckv_compile.runtime.device_graph import build_graphs
 
 
 def random_lists(seed, batch, heads, n, kappa, graphs=1):
@@ -50,8 +49,6 @@ def check(device, neighbor, weight, first, graphs, *, lam=0.5, prune=0.03, **opt
         (2, 2, 1, 40, 3, [0, 40], {"lam": 0.0, "prune": 0.3}),
         (1, 2, 1, 50, 1, [2], {"prune": 0.0}),
         (1, 2, 1, 1, 8, [0], {}),
-        (1, 4, 2, 40, 6, [3], {"merged": 6}),
-        (2, 3, 1, 40, 4, [0, 9], {"merged": 5}),
     ],
 )
 def test_graphs_have_the_bits_of_the_torch_form(device, batch, heads, graphs, n, kappa, first, options):
@@ -96,34 +93,8 @@ def test_wide_keys_where_a_row_and_its_terms_need_more_than_32_bits():
     assert constants(1 << 23, 4, 8, 512)["WIDE"]
 
 
-@pytest.mark.parametrize(
-    "most",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        5,
-        pytest.param(8, marks=pytest.mark.slow),
-        pytest.param(30, marks=pytest.mark.slow),
-    ],
-)
-def test_merged_lists_are_those_of_the_host(device, most):
-    neighbor, weight, _ = random_lists(2, 1, 3, 50, 6)
-    first = torch.tensor([4])
-    found = merged_lists(neighbor, weight, first, most, 2000)
-    ids, alphas, dropped = host.merged_lists(neighbor[0].numpy(), weight[0].numpy(), 4, 0, most)
-    np.testing.assert_array_equal(found[0][0], ids)
-    np.testing.assert_array_equal(found[1][0], alphas)
-    assert found[2].item() == dropped
-    lists = token_graph.merged(neighbor.to(device), weight.to(device), first.to(device), most)
-    assert torch.equal(lists.ids[..., :most].cpu(), found[0])
-    assert torch.equal(lists.alpha[..., :most].cpu(), found[1])
-    assert lists.ids[..., most:].eq(-1).all()
-    assert lists.dropped.item() == dropped
-
-
 def test_what_the_kernels_do_not_do_is_left_to_torch():
     assert token_graph.applies(131_072, 4, 8)
     assert not token_graph.applies(131_072, 4, 33)
     assert not token_graph.applies(1 << 24, 32, 8)
     assert not token_graph.applies(0, 1, 8)
-    assert token_graph.can_merge(4, 8)
-    assert not token_graph.can_merge(64, 32)

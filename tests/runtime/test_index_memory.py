@@ -44,3 +44,10 @@ def test_groups_of_communities_take_a_quarter_of_the_centroids_where_they_are_ke
     print(f"{tokens} tokens: {index.nbytes() / cache:.4f} of K and V, {groups / cache:.4f} of it groups")
     assert index.nbytes() / cache < most
     assert (groups / index.centroid.nbytes < 0.27) if grouped else (groups < 100_000)
+
+
+def test_an_interval_that_never_ends_takes_no_more_than_one_entry_of_the_log_for_each_token():
+    config = CommunityConfig(graph="attention", refresh_interval=1 << 30, repair_interval=0)
+    geometry = AttentionGeometry(36, 32, 8, 128, torch.bfloat16, torch.device("meta"))
+    assert IndexShape.for_cache(config, geometry, 1, 4096).log == 4096
+    assert IndexShape.for_cache(CommunityConfig(graph="attention"), geometry, 1, 4096).log == 2048
