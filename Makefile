@@ -47,7 +47,7 @@ test-all: $(VENV)/test.stamp
 
 # The test suite compiles every kernel for one architecture and a part for the others; this, all for all.
 ahead-of-time: $(VENV)/test.stamp
-	AHEAD_OF_TIME=all $(BIN)/python -m pytest tests/templates/test_ahead_of_time.py
+	SLOW_TESTS=1 AHEAD_OF_TIME=all $(BIN)/python -m pytest tests/templates/test_ahead_of_time.py
 
 sanitize: $(VENV)/test.stamp
 	PYTHON=$(BIN)/python .ci/sanitize.sh

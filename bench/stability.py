@@ -226,7 +226,7 @@ def stretch(model, factor: float) -> None:
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": known,
     }  # fmt: skip
     config.max_position_embeddings = int(known * factor)
-    model.model.rotary_emb = type(rotary)(config, device=rotary.inv_freq.device)
+    model.model.rotary_emb = type(rotary)(config).to(rotary.inv_freq.device)
 
 
 # ---------------------------------------------------------------------- statistics

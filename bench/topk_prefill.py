@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tuned: dict[str, Any] = {}
     keys_context, keys_heads, block = max(contexts, default=0), 8, 2048
     if args.small:
-        contexts, shapes, head_dim = [64, 128], ["2/1"], 16
+        contexts, shapes, head_dim = [64], ["2/1"], 16
         tuned = {"BLOCK_M": 32, "BLOCK_N": 32}
         keys_context, keys_heads, block = 128, 2, 64
     results: list[dict] = []

@@ -8,11 +8,25 @@ import torch
 torch.set_num_threads(1)
 
 
-SAMPLED = 8  # combinations of a test, beyond which only every second one runs by default
+COSTLY = (
+    "end_to_end",
+    "passes",
+    "templates",
+)  # folders whose tests trace a model or interpret kernels, for seconds each
+
+
+def every(path, combinations: int) -> int:
+    """Which of a test's combinations run by default: every first, second, ... of them.
+
+    Tracing and interpreting everything takes more than an hour on two cores.
+    """
+    if path.parent.name in COSTLY:
+        return 1 if combinations == 1 else 3 if combinations <= 4 else 4 if combinations <= 8 else 6
+    return 1 if combinations <= 2 else 2 if combinations <= 8 else 4
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests, and all combinations of tests with many, run with SLOW_TESTS=1 (``make test-all``)."""
+    """Slow tests, and all combinations of each test, run with SLOW_TESTS=1 (``make test-all``)."""
     if os.environ.get("SLOW_TESTS") == "1":
         return
     combinations = collections.defaultdict(list)
@@ -21,10 +35,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="slow: SLOW_TESTS=1 runs it"))
         else:
             combinations[item.path, getattr(item, "originalname", item.name)].append(item)
-    for same in combinations.values():
-        if len(same) > SAMPLED:
-            for item in same[1::2]:
-                item.add_marker(pytest.mark.skip(reason="one of many combinations: SLOW_TESTS=1 runs it"))
+    for (path, _), same in combinations.items():
+        step = every(path, len(same))
+        for number, item in enumerate(same):
+            if number % step:
+                item.add_marker(pytest.mark.skip(reason="one of several combinations: SLOW_TESTS=1 runs it"))
 
 
 # Kernels run under Triton's interpreter where there is no GPU. Triton reads this when it is first imported.

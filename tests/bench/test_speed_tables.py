@@ -81,6 +81,7 @@ def test_a_part_that_raises_or_dies_leaves_a_row_and_the_others_go_on(told):
     }
 
 
+@pytest.mark.slow
 def test_what_is_not_begun_in_time_is_skipped_and_what_hangs_is_ended(monkeypatch, told):
     monkeypatch.setattr(part_processes, "GRACE_SECONDS", 1.0)
     rows = [row for _, row in part_processes.run_apart(told("hangs", "runs"), Limits(12, processes=2))]

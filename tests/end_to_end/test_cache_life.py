@@ -250,6 +250,7 @@ def test_rejected_drafts_leave_the_partition_under_way(interpreted, model):
     assert (sequence.epoch, sequence.submitted, sequence.length) == (epoch + 1, [0, 0], 39)
 
 
+@pytest.mark.slow
 def test_many_numbers_of_new_tokens_stay_within_the_compilations_that_dynamo_allows(interpreted, model):
     def story(module):
         cache = DynamicCache(config=model.config)
@@ -348,6 +349,7 @@ def test_static_cache_zeros_behind_the_valid_part_are_never_attended(interpreted
     assert explanation.tokens_in_context == sum(120 + i for i in range(1, 8)) * 2 * 2
 
 
+@pytest.mark.slow
 def test_generating_again_and_again_keeps_memory_flat(interpreted, model):
     module = compiled(model)
     inputs = prompt(tokens=30)

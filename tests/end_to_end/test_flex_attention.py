@@ -54,6 +54,7 @@ def test_a_static_cache(interpreted):
     assert not explanation.refused
 
 
+@pytest.mark.slow
 def test_another_turn_over_a_static_cache_stays_as_transformers_computes_it(interpreted):
     """Its queries see later tokens of the same turn, which is no attention of ours, and steps go on after it."""
     model, inputs = tiny_model("llama", "flex_attention", num_hidden_layers=1), prompt(tokens=33, padded=True)

@@ -281,6 +281,7 @@ def test_an_interrupted_generation_leaves_the_model_as_it_was(interpreted, model
 # ---------------------------------------------------------------------- the index keeps up with its cache
 
 
+@pytest.mark.slow
 def test_a_cache_that_outgrew_its_slab_is_indexed_after_the_slab_is_gone(interpreted, model, monkeypatch):
     monkeypatch.setattr(slabs, "_GRANULE", 16)
     module = compiled(model, append_block=16, block_size=64)
@@ -409,6 +410,7 @@ def test_rows_that_are_almost_all_padding_are_exact(interpreted, model, options)
 # ---------------------------------------------------------------------- nothing stays behind
 
 
+@pytest.mark.slow
 def test_models_of_other_options_in_turn_leave_no_index_behind(interpreted, model):
     modules = [compiled(model, budget=budget) for budget in (4096, 2048)]
     counts = []
@@ -420,6 +422,7 @@ def test_models_of_other_options_in_turn_leave_no_index_behind(interpreted, mode
     assert counts[-1] <= len(modules)
 
 
+@pytest.mark.slow
 def test_a_static_cache_prefilled_by_somebody_else_again_and_again_has_one_index(interpreted, model):
     module = compiled(model)
     cache = StaticCache(config=model.config, max_cache_len=64)
@@ -432,6 +435,7 @@ def test_a_static_cache_prefilled_by_somebody_else_again_and_again_has_one_index
     assert counts == [counts[0]] * 4
 
 
+@pytest.mark.slow
 def test_a_static_cache_that_was_only_prefilled_dies(interpreted, model):
     before = living_sequences()
     module = compiled(model)

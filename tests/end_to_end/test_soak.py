@@ -83,7 +83,9 @@ def test_memory_and_threads_stay_flat(interpreted, graph, count, cancelled):
 
 
 PROGRAM = """
-import sys, threading, time
+import signal, sys, threading, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 import torch
 from ckv_compile import backend
 from ckv_compile.community.workers import shared_pool

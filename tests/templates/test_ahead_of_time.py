@@ -2,7 +2,7 @@
 
 The compiler runs in a process of its own (this file as a script), since this one may interpret kernels. With
 ``AHEAD_OF_TIME=all`` (``make ahead-of-time``) every kernel is compiled for each architecture; otherwise three variants of
-every template for 9.0, and one for the others, another for each.
+every template for 9.0, and with slow tests one for the others, another for each.
 """
 
 import collections
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 SHARED = {80: 163, 90: 227, 100: 227}  # KiB that a program may use
+ARCHITECTURES = tuple(SHARED) if os.environ.get("SLOW_TESTS") == "1" else (90,)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def processes():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     running = {}
-    for architecture in SHARED:
+    for architecture in ARCHITECTURES:
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (read when the process is over)
         share = os.environ.get("AHEAD_OF_TIME", "some")
         command = [sys.executable, __file__, str(architecture), share]
@@ -41,7 +42,7 @@ def processes():
 
 
 @pytest.mark.timeout(900)  # three compilers side by side
-@pytest.mark.parametrize("architecture", SHARED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_default_configurations_spill_nothing_and_fit(processes, architecture):
     process, output = processes[architecture]
     status = process.wait()
