@@ -191,7 +191,7 @@ def arms_of(context: int, budget: int) -> list[Arm]:
         Arm("keys", "append", "attend", stream=True, default=True),
         Arm("keys", "append", "assign", {"append": "assign"}, stream=True),
         Arm("keys", "append_block", "32", stream=True, default=True),
-        *(Arm("keys", "append_block", str(size), {"append_block": size}, stream=True) for size in (16, 128, 512)),
+        *(Arm("keys", "append_block", str(size), {"append_block": size}, stream=True) for size in (16, 64, 128, 512)),
     ]  # fmt: skip
 
 

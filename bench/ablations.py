@@ -53,7 +53,7 @@ from bench.capture import capture, causal_top
 from bench.policies import log_probabilities, with_attention
 from bench.quality import bootstrap, summary
 from bench.recall import assign, compared
-from bench.results_file import draw, write_results
+from bench.results_file import draw, read_runs, rows_and_texts, write_results
 from ckv_compile.community import partition as partitions
 from ckv_compile.community.graph import attention_graph, key_graph
 from ckv_compile.community.leiden import modularity
@@ -567,17 +567,13 @@ def plot(path: Path) -> Path:
 
 def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, float]:
     """One file of the rows of several: recall of one and predictions of another make one row of an arm and a prompt."""
-    files = [json.loads(path.read_text()) for path in paths]
-    for path, file in zip(paths, files, strict=True):
-        if file["sizes"] != files[0]["sizes"]:
-            raise ValueError(f"the runs must share their sizes, {files[0]['sizes']}; {path} has {file['sizes']}")
+    files, runs = read_runs(paths, "sizes")
+    _, hashes = rows_and_texts(files)
     rows: dict[tuple, dict] = {}
     for file in files:
         for row in file["rows"]:
             key = tuple(row[name] for name in ("family", "factor", "value", "role", "test", "prompt"))
             rows[key] = rows.get(key, {}) | row
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
-    hashes = {name: digest for file in files for name, digest in file["texts_sha256"].items()}
     about = {"model": files[0]["model"], "sizes": files[0]["sizes"], "texts_sha256": hashes}
     return finish(list(rows.values()), out, console, **about, runs=runs)
 

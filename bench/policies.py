@@ -40,7 +40,7 @@ from torch import Tensor
 from bench import texts
 from bench.quality import summary
 from bench.recall import compared
-from bench.results_file import draw, write_results
+from bench.results_file import draw, read_runs, rows_and_texts, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.policies import POLICIES, TokenPolicy
 from ckv_compile.runtime.sequence import Sequence
@@ -412,15 +412,10 @@ def window_of(model, tokens: Tensor, context: int, kept: Path | None, progress: 
 
 def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, float]:
     """One file from runs that measured different policies or budgets of the same prompts."""
-    files = [json.loads(path.read_text()) for path in paths]
     same = ("context", "window", "texts_sha256", "fresh_seed")
-    for path, file in zip(paths, files, strict=True):
-        for name in same:
-            if file[name] != files[0][name]:
-                raise ValueError(f"the runs must share their {name}, {files[0][name]}; {path} has {file[name]}")
-    rows = [row for file in files for row in file["rows"]]
+    files, runs = read_runs(paths, *same)
+    rows, _ = rows_and_texts(files)
     costs = {policy: cost for file in reversed(files) for policy, cost in file["costs"].items()}
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
     return finish(rows, costs, out, console, runs=runs, **{name: files[0][name] for name in same})
 
 

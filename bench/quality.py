@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ from transformers.cache_utils import DynamicLayer
 
 import ckv_compile.backend
 from bench import texts
-from bench.results_file import write_results
+from bench.results_file import read_runs, rows_and_texts, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
 from ckv_compile.runtime.index import CommunityIndex
@@ -391,14 +390,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict[str, float]:
     """One file from runs that measured different policies or budgets on the same texts."""
-    files = [json.loads(path.read_text()) for path in paths]
-    hashes: dict[str, str] = {}
-    for path, file in zip(paths, files, strict=True):
-        for name, digest in file["texts_sha256"].items():
-            if hashes.setdefault(name, digest) != digest:
-                raise ValueError(f"the runs must share their texts; {name} of {path} has sha256 {digest}")
-    rows = [row for file in files for row in file["rows"]]
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
+    files, runs = read_runs(paths)
+    rows, hashes = rows_and_texts(files)
     cells = summary(rows)
     claims = claims_of(cells)
     show(cells, sorted({row["budget"] for row in rows}), console)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench.readme_ablations import ablation_tables
 from bench.readme_speed import speed_tables
+from bench.readme_stability import stability_tables
 from bench.readme_tables import peers_section, tables_section
 from bench.results_file import RESULTS
 
@@ -197,8 +198,9 @@ def _score(cell: dict | None) -> str:
 
 
 SECTIONS = {
-    "quality": table, "streams": stream_table, "policies": policies_table, "tasks": task_tables,
-    "ablations": ablation_tables, "speed": speed_tables, "tables": tables_section, "peers": peers_section,
+    "quality": table, "streams": stream_table, "stability": stability_tables, "policies": policies_table,
+    "tasks": task_tables, "ablations": ablation_tables, "speed": speed_tables, "tables": tables_section,
+    "peers": peers_section,
 }  # fmt: skip
 
 

@@ -44,6 +44,8 @@ def newest_cells() -> tuple[dict[tuple, dict], list[str]]:
 def stability_tables() -> str:
     """Of each length of prompt and mode, a table: arms by text and horizon, and what the paper publishes of its models."""
     cells, names = newest_cells()
+    if not cells:
+        return "Not measured yet.\n"
     lines: list[str] = []
     for context, mode in dict.fromkeys(key[:2] for key in sorted(cells, key=lambda key: (key[0], key[1]))):
         own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (context, mode)}

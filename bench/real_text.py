@@ -16,7 +16,6 @@ A graph is listed where it misses: its ratio below 0.99, or its mean size furthe
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from bench import texts
 from bench.capture import SINKS, Captured, capture
 from bench.partition_stream import ratio, stream_attention, stream_keys
 from bench.recall import NAMES, stream_recall
-from bench.results_file import write_results
+from bench.results_file import read_runs, rows_and_texts, write_results
 from ckv_compile.community.graph import key_graph
 from ckv_compile.community.leiden import is_connected
 from ckv_compile.community.partition import Partition, partition_attention, partition_keys_block
@@ -216,9 +215,8 @@ def captured_text(text: str, args: argparse.Namespace, progress: Progress) -> Ca
 
 def merge(paths: list[Path], out: Path | None, console: Console) -> dict[str, float]:
     """One file of the rows of several, such as one for each text."""
-    files = [json.loads(path.read_text()) for path in paths]
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
-    rows = [row for file in files for row in file["rows"]]
+    files, runs = read_runs(paths)
+    rows, _ = rows_and_texts(files)
     for row in rows:
         if row["part"] == "stream":
             row["ratio"] = ratio(row["modularity"], row["cold_modularity"])

@@ -89,6 +89,31 @@ def write_results(
     raise AssertionError
 
 
+def read_runs(paths: list[Path], *same: str) -> tuple[list[dict], list[dict]]:
+    """Result files whose rows are to be joined, and what each says of its run.
+
+    Raises ValueError where they differ in the entries ``same``, or in a text that several know by its hash.
+    """
+    files = [json.loads(path.read_text()) for path in paths]
+    hashes: dict[str, str] = {}
+    for path, file in zip(paths, files, strict=True):
+        for name in same:
+            if file[name] != files[0][name]:
+                raise ValueError(
+                    f"the runs must share {name}; {path} has {file[name]!r}, {paths[0]} has {files[0][name]!r}"
+                )
+        for name, digest in file.get("texts_sha256", {}).items():
+            if hashes.setdefault(name, digest) != digest:
+                raise ValueError(f"the runs must share their texts; {name} of {path} has sha256 {digest}")
+    return files, [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
+
+
+def rows_and_texts(files: list[dict]) -> tuple[list[dict], dict[str, str]]:
+    """All rows of result files, and the hashes of their texts."""
+    hashes = {name: digest for file in files for name, digest in file.get("texts_sha256", {}).items()}
+    return [row for file in files for row in file["rows"]], hashes
+
+
 def draw(console: Console, plot: Callable[[Path], Path], path: Path) -> None:
     """Draw a result file, or say how to draw it later where matplotlib is missing."""
     try:

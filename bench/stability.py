@@ -9,8 +9,8 @@ takes them. What is compared are the last ``--window`` predictions before each h
 Arms: "keys" (the default: tokens are attended until a block of them is indexed), "keys, assign" (each joins a community
 at once), "attention, refresh" (the paper's graph, partitioned again every 512 tokens and repaired every 128 in between),
 "attention, incremental" (assignment alone), and "streaming" (leading positions and the newest tokens). The budget, of
-every attended token, is 1/16 of the context at the last horizon. Intervals are 95 %: Wilson's for agreement, bootstrap
-for KL.
+every attended token, is 1/16 of the context at the last horizon; the recent window takes at most 1/16 of it. Intervals are
+95 %: Wilson's for agreement, bootstrap for KL.
 
     python -m bench.stability                                            # on a GPU; hours on a CPU
     python -m bench.stability --texts python --prompts 2 --horizons 1024 2048
@@ -41,7 +41,7 @@ import ckv_compile
 import ckv_compile.backend
 from bench import texts
 from bench.quality import bootstrap, wilson
-from bench.results_file import draw, write_results
+from bench.results_file import draw, read_runs, rows_and_texts, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.smollm2 import load_smollm2
 from ckv_compile.testing import TINY_VOCAB, tiny_model
@@ -77,7 +77,8 @@ class Sizes:
 
 
 def config_of(arm: str, budget: int) -> CommunityConfig:
-    options = {"budget": budget, "min_context": 0, "deterministic": True, **ARMS[arm]}
+    recent = min(CommunityConfig.recent_window, max(16, budget // 16))
+    options = {"budget": budget, "min_context": 0, "deterministic": True, "recent_window": recent, **ARMS[arm]}
     if options.get("policy") == "streaming":  # all of the budget is window, but one token that is left for retrieval
         options["recent_window"] = budget - CommunityConfig.num_sink_tokens - 1
     return CommunityConfig(**options)
@@ -338,14 +339,8 @@ def finish(rows: list[dict], out: Path | None, console: Console, device: str, **
 
 
 def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict[str, float]:
-    files = [json.loads(path.read_text()) for path in paths]
-    hashes: dict[str, str] = {}
-    for path, file in zip(paths, files, strict=True):
-        for name, digest in file["texts_sha256"].items():
-            if hashes.setdefault(name, digest) != digest:
-                raise ValueError(f"the runs must share their texts; {name} of {path} has sha256 {digest}")
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
-    rows = [row for file in files for row in file["rows"]]
+    files, runs = read_runs(paths)
+    rows, hashes = rows_and_texts(files)
     return finish(rows, args.out, console, "cpu", runs=runs, texts_sha256=hashes)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import ckv_compile.backend
 from bench import quality, retrieval_model
-from bench.results_file import draw, write_results
+from bench.results_file import draw, read_runs, rows_and_texts, write_results
 from bench.task_grammars import catalogue, stories, vocabulary
 from bench.task_grammars.sample import Sample, novel, score
 from bench.task_grammars.training import Drawing
@@ -304,15 +304,10 @@ def _ratio(pairs: list[tuple[float, float]]) -> float:
 
 def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict[str, float]:
     """One file from runs of one model that measured different tasks or samples of one length."""
-    files = [json.loads(path.read_text()) for path in paths]
+    same = "model", "prompt_tokens", "least", "dtype"
+    files, runs = read_runs(paths, *same)
     first = files[0]
-    for path, file in zip(paths, files, strict=True):
-        for name in ("model", "prompt_tokens", "least", "dtype"):
-            if file[name] != first[name]:
-                raise ValueError(
-                    f"the runs must share {name}; {path} has {file[name]!r}, {paths[0]} has {first[name]!r}"
-                )
-    rows = [row for file in files for row in file["rows"]]
+    rows, _ = rows_and_texts(files)
     samples = [(row["task"], row["policy"], row["budget"], row["first_seed"]) for row in rows]
     if len(set(samples)) < len(samples):
         twice = next(sample for sample in samples if samples.count(sample) > 1)
@@ -321,10 +316,9 @@ def merge(paths: list[Path], args: argparse.Namespace, console: Console) -> dict
     compared = {cell["task"] for cell in cells if cell["policy"] != "dense"}
     skipped = [task for file in files for task in file["skipped"] if task not in compared]
     claims = claims_of(cells, first["model"], first["prompt_tokens"])
-    runs = [{key: file[key] for key in ("command", "device", "versions", "commit", "date")} for file in files]
     path = write_results(
         "tasks", rows, claims, device=args.device, label=first["model"], folder=args.out, cells=cells, runs=runs,
-        skipped=skipped, **{name: first[name] for name in ("model", "prompt_tokens", "least", "dtype")},
+        skipped=skipped, **{name: first[name] for name in same},
     )  # fmt: skip
     show(cells, skipped, first["least"], console)
     console.print(f"wrote {path}")
