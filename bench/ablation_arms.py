@@ -190,8 +190,8 @@ def arms_of(context: int, budget: int) -> list[Arm]:
         Arm("keys", "graph of layer 0", "mixed", first_layer={"graph": "mixed"}, predicted=True),
         Arm("keys", "append", "attend", stream=True, default=True),
         Arm("keys", "append", "assign", {"append": "assign"}, stream=True),
-        Arm("keys", "append_block", "32", stream=True, default=True),
-        *(Arm("keys", "append_block", str(size), {"append_block": size}, stream=True) for size in (16, 64, 128, 512)),
+        Arm("keys", "append_block", "128", stream=True, default=True),
+        *(Arm("keys", "append_block", str(size), {"append_block": size}, stream=True) for size in (16, 32, 64, 512)),
     ]  # fmt: skip
 
 

@@ -28,8 +28,8 @@ KEY_GRAPH_POLICIES = ("components", "neighborhoods")  # those on the graph of ne
 # gamma of mean size s on a causal key graph of n nodes is about GAMMA_NUMERATOR / s * n / 512 (measured on two models).
 GAMMA_NUMERATOR = 100.0
 
-
 SPARE_COMMUNITIES = 8
+LARGEST_BUDGET = 1 << 20
 GROUP = 8  # communities of consecutive numbers that are scored as one first (``ckv::route_coarse``)
 
 # Communities with consecutive ids that a part of ``ckv::route`` takes together: 8, whose scales, sizes and scores fill a
@@ -85,7 +85,7 @@ class CommunityConfig:
     graph: GraphSource = "keys"
     mean_size: int = None  # type: ignore[assignment]  # target mean community size: 8 with "keys" and "mixed", 16 with "attention"
     block_size: int = 2048  # tokens of one independently partitioned block ("keys")
-    append_block: int = None  # type: ignore[assignment]  # generated tokens indexed together ("keys"): 512, at most budget / 8
+    append_block: int = None  # type: ignore[assignment]  # generated tokens indexed together ("keys"): 512, at most budget / 2
     kappa: int = 8  # neighbours kept per token (paper, section 4)
     lam: float = 0.5  # weight of direct attention against co-attention, eq. 4 (paper, section 4)
     gamma: float | None = None  # Leiden resolution; searched per graph for mean_size when None
@@ -129,6 +129,11 @@ class CommunityConfig:
             ("seed", 0), ("centroid_budget", 0),
         ):  # fmt: skip
             self._integer(name, least)
+        if self.budget > LARGEST_BUDGET:
+            raise ValueError(
+                f"options['budget'] must be at most {LARGEST_BUDGET}, got {self.budget}: a list of it is kept for every "
+                "step; to decode densely, raise options['min_context'] instead"
+            )
         for name in ("cuda_graphs", "deferred_stop", "deterministic", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"options[{name!r}] must be True or False, got {getattr(self, name)!r}")
@@ -140,8 +145,9 @@ class CommunityConfig:
 
         self._default("mean_size", 16 if self.graph == "attention" else 8, 1)
         self._default("min_context", self.budget, 0)
-        # Until then they are attended, whatever the budget: more than this and they would take it from retrieval.
-        self._default("append_block", min(512, self.block_size, max(16, self.budget // 8)), 16)
+        # Until then they are attended, whatever the budget: more than half of it, and retrieval has too little. At a
+        # budget of 256, 128 recalls more than 16, 32, 64 and 512; at 1024, 64 to 512 are level (bench.ablations).
+        self._default("append_block", min(512, self.block_size, max(16, self.budget // 2)), 16)
         self._default("workers", max(1, (os.cpu_count() or 2) - 1), 0)
 
         needed = self.num_sink_tokens + self.recent_window + 1 + self.centroid_budget

@@ -758,7 +758,7 @@ def assign_step(sequence: Any, neighbor: Tensor, weight: Tensor) -> None:
     index, shape, config, at = sequence.index, sequence.shape, sequence.config, sequence.length
     means: tuple = ()
     if config.centroid_budget:
-        means = index.nominal["new_value"], index.nominal["mean_value"]
+        means = tuple(index.nominal[name] for name in ("new_value", "mean_value", "log_value"))
     for layer in range(shape.layers):
         index.new_key[layer].copy_(sequence.keys(layer)[:, :, at])
         if means:

@@ -21,7 +21,7 @@ def every(path, combinations: int) -> int:
     Tracing and interpreting everything takes more than an hour on two cores.
     """
     if path.parent.name in COSTLY:
-        return 1 if combinations == 1 else 3 if combinations <= 4 else 4 if combinations <= 8 else 6
+        return 1 if combinations == 1 else 4 if combinations <= 4 else 6 if combinations <= 8 else 8
     return 1 if combinations <= 2 else 2 if combinations <= 8 else 4
 
 

@@ -27,6 +27,7 @@ def test_options_are_frozen():
     [
         ({"budget": 8}, ValueError, r"budget.*at least num_sink_tokens \+ recent_window \+ 1 \(75\), got 8"),
         ({"budget": 256.0}, TypeError, r"budget.*must be an integer, got 256.0"),
+        ({"budget": 1 << 40}, ValueError, r"budget.*at most 1048576, got 1099511627776.*min_context"),
         ({"budget": True}, TypeError, r"budget.*must be an integer, got True"),
         ({"graph": "values"}, ValueError, r"graph.*'keys', 'attention', 'mixed', got 'values'"),
         ({"graph_aggregation": "head"}, ValueError, r"graph_aggregation.*needs graph='attention', got graph='keys'"),
@@ -93,8 +94,8 @@ def test_every_option_is_part_of_the_cache_key():
     ("options", "expected"),
     [
         ({}, 512),
-        ({"budget": 512}, 64),
-        ({"budget": 80}, 16),
+        ({"budget": 512}, 256),
+        ({"budget": 80}, 40),
         ({"block_size": 256}, 256),
         ({"budget": 512, "append_block": 512}, 512),
     ],

@@ -185,6 +185,7 @@ def test_groups_save_bytes_of_long_contexts_only():
     assert claims["bytes_growth_groups_mean8"] < 0.5 < claims["bytes_growth_mean8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hierarchy", ["off", "on"])
 def test_a_step_with_groups_runs_on_every_layer(restored, tmp_path, hierarchy):
     arguments = ["--small", "--device", "cpu", "--interpret", "--scores", "max", "--no-stages", "--assign", "off"]

@@ -192,6 +192,7 @@ def test_assisted_decoding_crops_and_stays_exact(interpreted, model):
     assert any(graph.phase == "decode" and graph.queries > 1 for graph in explanation.graphs)
 
 
+@pytest.mark.slow
 def test_assisted_decoding_beyond_the_budget_runs(interpreted, model):
     assistant = copy.deepcopy(model)
     inputs = prompt(batch=1, tokens=60)
@@ -364,6 +365,7 @@ def test_generating_again_and_again_keeps_memory_flat(interpreted, model):
     assert REGISTRY.pool.slabs() == []
 
 
+@pytest.mark.slow
 def test_the_index_of_a_static_cache_dies_with_it(interpreted, model):
     module = compiled(model)
     gc.collect()

@@ -126,6 +126,7 @@ def test_several_new_tokens_at_a_time_are_exact_and_the_report_says_why(interpre
     assert "several new tokens at a time do not attend to means of communities (centroid_budget)" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, ASSIGN], ids=str)
 def test_inductor_computes_the_same_and_copies_no_state(monkeypatch, options):
     model = tiny_model("llama")

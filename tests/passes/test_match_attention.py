@@ -222,6 +222,7 @@ def _loop(model, kind: str, masks: list[Tensor | None], lengths: list[int], **co
     return backend.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_loop_without_position_ids_and_a_later_turn_of_several_tokens_match(kind, padded):

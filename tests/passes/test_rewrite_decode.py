@@ -146,6 +146,7 @@ ckv_length.add_(1)""",
     )
 
 
+@pytest.mark.slow
 def test_decode_with_a_centroid_budget_and_assignment():
     assert_expected_inline(
         decode_text("static", "attention", centroid_budget=4),

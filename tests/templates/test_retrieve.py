@@ -194,6 +194,7 @@ def test_budget_without_room_lists_nothing(device):
         assert count.eq(0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [everything, nothing], ids="an")
 def test_many_communities_and_larger_buffers(device, keep):
     options = {"first": (0,), "n_indexed": (1500,), "graphs": 1, "communities_room": 1900, "tokens_room": 2100}

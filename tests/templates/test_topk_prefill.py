@@ -131,6 +131,7 @@ def test_sink_logit_takes_its_part_of_every_weight(device, sink, topk):
     Case(device, 11, 33, [0, 30]).check(4, sink_logits=sinks, topk=topk)
 
 
+@pytest.mark.slow
 def test_exact_lists_are_right_where_columns_overflow(device):
     """With one cell kept per column, most rows of a long prompt are wrong, doubtful and repaired."""
     case = Case(device, 0, 200)
