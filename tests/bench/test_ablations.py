@@ -218,7 +218,7 @@ def test_cells_are_paired_with_their_default_and_a_file_is_drawn(tmp_path, monke
     assert len(file["runs"]) == 2
     assert set(file["texts_sha256"]) == {"choosing python 0", "held_out python 0"}
     rows = {(row["factor"], row["value"], row["role"]): row for row in file["rows"]}
-    assert len(rows) == len(file["rows"]) == 2 * (2 + 4)
+    assert len(rows) == len(file["rows"]) == 2 * (2 + 5)
     cells = {(c["factor"], c["value"], c["role"]): c for c in file["cells"] if c["test"] == "both"}
     cell, row, base = cells["score", "softmax", "held_out"], *(rows["score", v, "held_out"] for v in ("softmax", "max"))
     difference = np.array(row["recall"]) - np.array(base["recall"])
