@@ -33,7 +33,8 @@ TITLES = {"fixed": "The text itself goes on", "sampled": "Sampled generations, r
 def newest_cells() -> tuple[dict[tuple, dict], list[str]]:
     """(context, mode, text, arm, horizon) -> cell, of the newest file that holds it; and the files' names."""
     cells: dict[tuple, tuple[dict, str]] = {}
-    files = [(json.loads(path.read_text()), path.name) for path in RESULTS.glob("stability-*.json")]
+    paths = [path for path in RESULTS.glob("stability-*.json") if "partial" not in path.name]
+    files = [(json.loads(path.read_text()), path.name) for path in paths]
     for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
         for cell in file["cells"]:
             key = cell["context"], cell["mode"], cell["test"], cell["arm"], cell["horizon"]
