@@ -103,10 +103,8 @@ def given(tokens: Tensor) -> Choose:
 
 def drawn(seed: int, device: str) -> Choose:
     """Sampled as transformers does."""
-    warpers, generator = (
-        (TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)),
-        torch.Generator(device),
-    )
+    warpers = TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)
+    generator = torch.Generator(device)
     generator.manual_seed(seed)
 
     def choose(t: int, logits: Tensor) -> Tensor:
