@@ -53,7 +53,7 @@ from bench.capture import capture, causal_top
 from bench.policies import log_probabilities, with_attention
 from bench.quality import bootstrap, summary
 from bench.recall import assign, compared
-from bench.results_file import draw, read_runs, rows_and_texts, write_results
+from bench.results_file import draw, read_runs, rounded, rows_and_texts, write_results
 from ckv_compile.community import partition as partitions
 from ckv_compile.community.graph import attention_graph, key_graph
 from ckv_compile.community.leiden import modularity
@@ -371,7 +371,7 @@ def rows_of(arm: Arm, model, prompts: Prompts, layers: list[int], predicts: bool
             values = torch.stack([one[parts] for one in found])  # [layers, B, steps]
             for row, one in enumerate(rows):
                 one |= {"layers": layers, "attended": attended, "graph": graph}
-                one |= {name: _rounded(values[:, row].mean(0)), f"{name}_by_layer": _rounded(values[:, row].mean(1))}
+                one |= {name: rounded(values[:, row].mean(0)), f"{name}_by_layer": rounded(values[:, row].mean(1))}
     if predicts:
         ours = predictions(model, prompts, sequences, budget)
         for sequence in sequences:
@@ -379,12 +379,8 @@ def rows_of(arm: Arm, model, prompts: Prompts, layers: list[int], predicts: bool
         dense = prompts.log_probs
         agree, kl = ours.argmax(-1) == dense.argmax(-1), (dense.exp() * (dense - ours)).sum(-1)
         for row, one in enumerate(rows):
-            one |= {"agree": "".join(str(int(bit)) for bit in agree[row]), "kl": _rounded(kl[row])}
+            one |= {"agree": "".join(str(int(bit)) for bit in agree[row]), "kl": rounded(kl[row])}
     return rows
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 @torch.inference_mode()

@@ -40,7 +40,7 @@ from torch import Tensor
 from bench import texts
 from bench.quality import summary
 from bench.recall import compared
-from bench.results_file import draw, read_runs, rows_and_texts, write_results
+from bench.results_file import draw, read_runs, rounded, rows_and_texts, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.policies import POLICIES, TokenPolicy
 from ckv_compile.runtime.sequence import Sequence
@@ -286,15 +286,11 @@ def rows_of(
                 "seconds": round(time.perf_counter() - began, 1),
                 "agree": "".join(str(int(bit)) for bit in agree[row]),
                 "kl": [float(f"{value:.4g}") for value in kl[row].tolist()],
-                "recall_by_layer": _rounded(recall[:, row].mean((1, 2))),
-                "error_by_head": [_rounded(heads) for heads in error[:, row].mean(-1)],
+                "recall_by_layer": rounded(recall[:, row].mean((1, 2))),
+                "error_by_head": [rounded(heads) for heads in error[:, row].mean(-1)],
             }
         )  # fmt: skip
     return rows
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 def cells_of(rows: list[dict]) -> list[dict]:

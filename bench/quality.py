@@ -308,6 +308,14 @@ def show(cells: list[dict], budgets: list[int], console: Console) -> None:
 # ----------------------------------------------------------------------
 
 
+def prepare(args: argparse.Namespace) -> None:
+    """What ``--interpret`` and ``--threads`` change in this process."""
+    if args.interpret:
+        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
@@ -336,10 +344,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     console = Console()
     if args.merge:
         return merge(args.merge, args, console)
-    if args.interpret:
-        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    prepare(args)
     console.print("loading SmolLM2-135M")
     tokenizer, model = load_smollm2(args.device)
     kinds = [kind for kind in ("python", "prose") if kind in args.tests or (kind == "prose" and "copy" in args.tests)]

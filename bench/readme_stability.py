@@ -38,7 +38,7 @@ def newest_cells() -> tuple[dict[tuple, dict], list[str]]:
     for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
         for cell in file["cells"]:
             key = cell["context"], cell["mode"], cell["test"], cell["arm"], cell["horizon"]
-            cells[key] = cell | {"device": file["device"]}, name
+            cells[key] = cell, name
     return {key: cell for key, (cell, _) in cells.items()}, sorted({name for _, name in cells.values()})
 
 

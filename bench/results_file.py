@@ -89,6 +89,11 @@ def write_results(
     raise AssertionError
 
 
+def rounded(values: Any) -> list[float]:
+    """A tensor of one dimension as raw numbers of a row: four digits each."""
+    return [float(f"{value:.4g}") for value in values.tolist()]
+
+
 def read_runs(paths: list[Path], *same: str) -> tuple[list[dict], list[dict]]:
     """Result files whose rows are to be joined, and what each says of its run.
 

@@ -38,10 +38,9 @@ from torch import Tensor
 from transformers import DynamicCache, TemperatureLogitsWarper, TopPLogitsWarper
 
 import ckv_compile
-import ckv_compile.backend
 from bench import texts
-from bench.quality import bootstrap, wilson
-from bench.results_file import draw, read_runs, rows_and_texts, write_results
+from bench.quality import bootstrap, compiled, prepare, wilson
+from bench.results_file import draw, read_runs, rounded, rows_and_texts, write_results
 from ckv_compile.config import CommunityConfig
 from ckv_compile.smollm2 import load_smollm2
 from ckv_compile.testing import TINY_VOCAB, tiny_model
@@ -82,12 +81,6 @@ def config_of(arm: str, budget: int) -> CommunityConfig:
     if options.get("policy") == "streaming":  # all of the budget is window, but one token that is left for retrieval
         options["recent_window"] = budget - CommunityConfig.num_sink_tokens - 1
     return CommunityConfig(**options)
-
-
-def compiled(model, config: CommunityConfig):
-    torch._dynamo.reset()
-    options = {name: getattr(config, name) for name in config.option_names()}
-    return torch.compile(model, backend="communitykv", options=options)
 
 
 # ---------------------------------------------------------------------- running
@@ -164,16 +157,12 @@ def rows_of(
                 | {
                     "horizon": horizon,
                     "agree": "".join(str(int(bit)) for bit in found.argmax(-1) == reference.argmax(-1)),
-                    "kl": _rounded((reference.exp() * (reference - found)).sum(-1)),
-                    "nll": _rounded(-found.gather(1, actual)[:, 0]),
-                    "dense_nll": _rounded(-reference.gather(1, actual)[:, 0]),
+                    "kl": rounded((reference.exp() * (reference - found)).sum(-1)),
+                    "nll": rounded(-found.gather(1, actual)[:, 0]),
+                    "dense_nll": rounded(-reference.gather(1, actual)[:, 0]),
                 }
             )
     return rows
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 @torch.no_grad()
@@ -187,6 +176,7 @@ def measure(
     for mode in modes:
         for arm in arms:
             task = progress.add_task(f"{mode}, {arm}", total=sizes.generated + len(prompts))
+            torch._dynamo.reset()  # graphs of other arms would only be tried in vain
             step = compiled(model, config_of(arm, sizes.budget))
             choose = given(following) if mode == "fixed" else drawn(seed, str(prompts.device))
             began = time.perf_counter()
@@ -350,10 +340,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return {}
     if args.merge:
         return merge(args.merge, args, console)
-    if args.interpret:
-        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    prepare(args)
     length = args.context + max(args.horizons)
     sizes = Sizes(args.context, tuple(sorted(args.horizons)), args.window, args.budget or length // 16)
     where = [{"test": kind, "prompt": number} for kind in args.texts for number in range(args.prompts)]

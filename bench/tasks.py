@@ -33,7 +33,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
-import ckv_compile.backend
 from bench import quality, retrieval_model
 from bench.results_file import draw, read_runs, rows_and_texts, write_results
 from bench.task_grammars import catalogue, stories, vocabulary
@@ -457,10 +456,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return {}
     if args.merge:
         return merge(args.merge, args, console)
-    if args.interpret:
-        ckv_compile.backend._compile = lambda gm, fakes, patches: gm.forward
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    quality.prepare(args)
     name, tokenizer, model = loaded(args)
     arms = Arms(model, args.policies, [args.length // share for share in SHARES])
     rows: list[dict] = []
