@@ -16,6 +16,8 @@ row = graph * n + position; entry = (list * n + position) * M + slot, counted wi
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from ckv_compile.lowering.template_call import next_power_of_2
 ROW_TERMS = (128, 256, 512, 1024)  # terms that a program has room for per row, padding included
 HUB_BYTES = 256 << 20
 HUB_PARTS = 64  # programs that share a hub's places
+PLACES: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
+GATHERED_HUBS: dict[str, Any] = {"BLOCK": 2048, "num_warps": 8}
 PRUNED_ROWS: dict[str, Any] = {"R": 8, "BLOCK": 64, "num_warps": 4}
 PRUNED_HUBS: dict[str, Any] = {"R": 1, "BLOCK": 2048, "num_warps": 8}
 MOST_SLOTS = 32
@@ -69,7 +73,11 @@ def bytes_per_graph(n: int, lists: int, kappa: int) -> int:
 # ---------------------------------------------------------------------- lists
 
 
-@triton.jit
+# Any number of positions and rows is one variant, and so is any alignment of rows, which are parts of one array.
+FREE: dict[str, Any] = {"do_not_specialize": ["rows", "n", "entries"], "do_not_specialize_on_alignment": ["ROW"]}
+
+
+@triton.jit(**FREE)
 def clean_lists(
     NEIGHBOR, WEIGHT, FIRST, IDS, ALPHA, LISTED, DROPPED, n,
     LISTS: tl.constexpr, KAPPA: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
@@ -97,7 +105,7 @@ def clean_lists(
     tl.atomic_add(LISTED + graph * n + id, 1, mask=kept, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(**FREE)
 def place_entries(IDS, CURSOR, PLACED, entries, n, BLOCK: tl.constexpr):
     """A program per BLOCK entries and graph: each entry goes to the next free place of the node that it names."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -155,7 +163,7 @@ def add_equal(key, total, other_key, other_total):
     return other_key, tl.where(key == other_key, total + other_total, other_total)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(**FREE)
 def sum_rows(
     ROW, IDS, ALPHA, PLACED, START, NUMBERS, OTHER, WEIGHT, LENGTH, STRONGEST, DROPPED, rows, n,
     LISTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
@@ -198,7 +206,7 @@ def sum_rows(
     tl.store(STRONGEST + row, tl.max(tl.where(fine, weight, 0.0), 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(**FREE)
 def add_hubs(
     ROW, IDS, ALPHA, PLACED, START, NUMBERS, DENSE, n, PARTS: tl.constexpr, LISTS: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
@@ -217,7 +225,7 @@ def add_hubs(
         tl.atomic_add(DENSE + hub * n + other, value, mask=value > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(**FREE)
 def gather_hubs(
     ROW, START, NUMBERS, DENSE, OTHER, WEIGHT, LENGTH, STRONGEST, DROPPED, n, LISTS: tl.constexpr, M: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -248,7 +256,7 @@ def gather_hubs(
     tl.atomic_add(DROPPED + graph + one, over, mask=over > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(**FREE)
 def prune_rows(
     ROW, START, NUMBERS, FIRST, OTHER, WEIGHT, LENGTH, STRONGEST, INDPTR, INDICES, WEIGHTS, rows, n,
     LISTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr,
@@ -284,18 +292,53 @@ def prune_rows(
 
 # ---------------------------------------------------------------------- launches
 
+# Of the kernels' arguments, by name.
+DTYPES = {
+    "NEIGHBOR": torch.int32, "WEIGHT": torch.float32, "FIRST": torch.int64, "IDS": torch.int32, "ALPHA": torch.float32,
+    "LISTED": torch.int32, "DROPPED": torch.int64, "CURSOR": torch.int32, "PLACED": torch.int32, "ROW": torch.int64,
+    "START": torch.int64, "NUMBERS": torch.float64, "OTHER": torch.int32, "LENGTH": torch.int32,
+    "STRONGEST": torch.float32, "DENSE": torch.int64, "INDPTR": torch.int64, "INDICES": torch.int32,
+    "WEIGHTS": torch.float32,
+}  # fmt: skip
+
+
+def variants(lists: int, kappa: int, n: int = 131_072) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Every kernel with the constants that graphs of so many lists of kappa entries, and of n positions, need."""
+    cleaning = list_constants(lists, kappa)
+    shape = {"LISTS": lists, "M": cleaning["M"]}
+    yield clean_lists, cleaning
+    yield place_entries, PLACES
+    for terms in ROW_TERMS:
+        yield sum_rows, row_constants(n, lists, cleaning["M"], terms)
+    yield add_hubs, hub_constants(lists, cleaning["M"])
+    yield gather_hubs, {**shape, **GATHERED_HUBS}
+    for constants in (PRUNED_ROWS, PRUNED_HUBS):
+        for writes in (False, True):
+            yield prune_rows, {**shape, **constants, "WRITES": writes}
+
+
+def warm_ups(lists: int, kappa: int) -> Iterator[Callable[[], object]]:
+    """What compiles each for the current device, or loads it from triton's cache: half a minute the first time ever."""
+    for kernel, constants in variants(lists, kappa):
+        given = [DTYPES.get(name, 1) for name in kernel.arg_names if name not in constants]
+        yield functools.partial(kernel.warmup, *given, grid=(1,), **constants)
+
 
 def cleaned(neighbor: Tensor, weight: Tensor, first: Tensor) -> Lists:
     """The lists ``[G, L, n, kappa]`` themselves; first: int64 [G]."""
     graphs, lists, n, kappa = neighbor.shape
-    slots = next_power_of_2(kappa)
-    found = _empty_lists(neighbor, lists, slots)
-    block = max(1, 1024 // slots**2) * 4
-    clean_lists[-(-n // block), lists, graphs](
+    constants = list_constants(lists, kappa)
+    found = _empty_lists(neighbor, lists, constants["M"])
+    clean_lists[-(-n // constants["BLOCK"]), lists, graphs](
         neighbor.contiguous(), weight.contiguous(), first, found.ids, found.alpha, found.listed, found.dropped, n,
-        LISTS=lists, KAPPA=kappa, M=slots, BLOCK=block, num_warps=4,
+        **constants,
     )  # fmt: skip
     return found
+
+
+def list_constants(lists: int, kappa: int) -> dict[str, Any]:
+    slots = next_power_of_2(kappa)
+    return {"LISTS": lists, "KAPPA": kappa, "M": slots, "BLOCK": max(1, 1024 // slots**2) * 4, "num_warps": 4}
 
 
 def _empty_lists(neighbor: Tensor, lists: int, slots: int) -> Lists:
@@ -331,7 +374,7 @@ def placed_entries(lists: Lists) -> tuple[Tensor, Tensor]:
     placed = torch.empty(lists.ids.numel(), dtype=torch.int32, device=lists.ids.device)
     entries = heads * n * slots
     cursor = start[:-1].int() if lists.ids.numel() < 1 << 31 else start[:-1].clone()
-    place_entries[-(-entries // 1024), graphs](lists.ids, cursor, placed, entries, n, BLOCK=1024, num_warps=4)
+    place_entries[-(-entries // PLACES["BLOCK"]), graphs](lists.ids, cursor, placed, entries, n, **PLACES)
     return placed, start
 
 
@@ -368,16 +411,14 @@ def unpruned_edges(
         constants = row_constants(n, heads, slots, terms)
         if count:
             grid = (-(-count // constants["R"]),)
-            sum_rows[grid](rows[begin : begin + count], *given, *made, count, n, **constants, **EXACT)
+            sum_rows[grid](rows[begin : begin + count], *given, *made, count, n, **constants)
         begin += count
     together = max(1, HUB_BYTES // (8 * n))
     for hubs in rows[begin:].split(together):
         if len(hubs):
             dense = torch.zeros(len(hubs) * n, dtype=torch.int64, device=device)
-            add_hubs[len(hubs), HUB_PARTS](hubs, *given, dense, n, **hub_constants(heads, slots), **EXACT)
-            gather_hubs[len(hubs),](
-                hubs, start, numbers, dense, *made, n, LISTS=heads, M=slots, BLOCK=2048, num_warps=8
-            )
+            add_hubs[len(hubs), HUB_PARTS](hubs, *given, dense, n, **hub_constants(heads, slots))
+            gather_hubs[len(hubs),](hubs, start, numbers, dense, *made, n, LISTS=heads, M=slots, **GATHERED_HUBS)
             del dense
     return other, weight, length, strongest
 
@@ -388,12 +429,12 @@ def row_constants(n: int, lists: int, slots: int, terms: int) -> dict[str, Any]:
     wide = (n + 1) * terms > 1 << 31
     return {
         "LISTS": lists, "M": slots, "C": places, "R": max(1, 256 // terms), "BITS": terms.bit_length() - 1,
-        "WIDE": wide, "num_warps": max(1, terms // 256) if terms > 512 else 1,
+        "WIDE": wide, "num_warps": max(1, terms // 256) if terms > 512 else 1, **EXACT,
     }  # fmt: skip
 
 
 def hub_constants(lists: int, slots: int) -> dict[str, Any]:
-    return {"PARTS": HUB_PARTS, "LISTS": lists, "M": slots, "C": max(1, 1024 // slots), "num_warps": 4}
+    return {"PARTS": HUB_PARTS, "LISTS": lists, "M": slots, "C": max(1, 1024 // slots), "num_warps": 4, **EXACT}
 
 
 def pruned_csr(

@@ -30,9 +30,12 @@ for 4 heads of 131,072 tokens, ``token_graph.bytes_per_graph``), and HUB_BYTES. 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import itertools
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -112,6 +115,38 @@ class JointGraphs:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.indptr, self.indices, self.weights, self.dropped, self.key_scale
+
+
+@functools.cache
+def warm_up(device: torch.device, lists: int, kappa: int) -> threading.Thread | None:
+    """Have the kernels compiled in the background: while the model is, so that no prefill waits for them.
+
+    lists: that share a graph. None where there are no kernels to compile. The process waits at its end for the kernel
+    that is being compiled, and for no other.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    ending = threading.Event()
+
+    def compile_kernels() -> None:
+        try:
+            from ckv_compile.kernels import token_graph
+
+            if not token_graph.applies(1, lists, kappa):
+                return
+            with torch.cuda.device(device):
+                for compile_one in token_graph.warm_ups(lists, kappa):
+                    if ending.is_set():
+                        return
+                    compile_one()
+        except Exception:  # the first graph meets it then
+            log.warning("the kernels of token graphs were not compiled ahead", exc_info=True)
+
+    thread = threading.Thread(target=compile_kernels, name="ckv-warm-up", daemon=True)
+    thread.start()
+    atexit.register(thread.join)
+    atexit.register(ending.set)  # the last that is registered is called first
+    return thread
 
 
 def build_graphs(

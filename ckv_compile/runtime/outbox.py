@@ -61,11 +61,15 @@ class Parcel:
 
 
 class CudaLane:
-    """The stream, the events and the pinned memory of an outbox."""
+    """The stream, the events and the pinned memory of an outbox.
+
+    Its stream comes first: what is made before it leaves is small kernels one after another, each of which would otherwise
+    wait for a whole attention kernel of the prefill (0.38 s a layer of 131,072 tokens in place of 0.05).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
     def ready(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """An event behind what the current stream has to do; the tensors' memory is also used by this lane."""

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TYPES = {
-    "NEIGHBOR": "i32", "WEIGHT": "fp32", "FIRST": "i64", "IDS": "i32", "ALPHA": "fp32", "LISTED": "i32",
-    "DROPPED": "i64", "CURSOR": "i32", "PLACED": "i32", "ROW": "i64", "START": "i64", "NUMBERS": "fp64", "OTHER": "i32",
-    "LENGTH": "i32", "STRONGEST": "fp32", "DENSE": "i64", "INDPTR": "i64", "INDICES": "i32", "WEIGHTS": "fp32",
-}  # fmt: skip
+SHORT = {"int32": "i32", "int64": "i64", "float32": "fp32", "float64": "fp64"}
 
 
 @pytest.mark.slow
@@ -25,23 +21,8 @@ def test_kernels_compile_and_spill_nothing():
     done = subprocess.run([sys.executable, __file__], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 11
+    assert len(found) == 12
     assert [kernel for kernel in found if kernel["spilled"]] == []
-
-
-def cases():
-    from ckv_compile.kernels import token_graph as kernels
-
-    shape = {"LISTS": 4, "KAPPA": 8, "M": 8}
-    yield kernels.clean_lists, {**shape, "BLOCK": 64, "num_warps": 4}
-    yield kernels.place_entries, {"BLOCK": 1024, "num_warps": 4}
-    for terms in kernels.ROW_TERMS:
-        yield kernels.sum_rows, kernels.row_constants(131_072, 4, 8, terms)
-    yield kernels.add_hubs, kernels.hub_constants(4, 8)
-    yield kernels.gather_hubs, {"LISTS": 4, "M": 8, "BLOCK": 2048, "num_warps": 8}
-    for constants in (kernels.PRUNED_ROWS, kernels.PRUNED_HUBS):
-        yield kernels.prune_rows, {"LISTS": 4, "M": 8, "WRITES": True, **constants}
-    yield kernels.prune_rows, {"LISTS": 4, "M": 8, "WRITES": False, **kernels.PRUNED_ROWS}
 
 
 def compiled(kernel, constants):
@@ -51,16 +32,17 @@ def compiled(kernel, constants):
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
 
-    from ckv_compile.kernels.token_graph import EXACT
+    from ckv_compile.kernels.token_graph import DTYPES, EXACT
 
-    values = {name: value for name, value in constants.items() if name != "num_warps"}
+    values = {name: value for name, value in constants.items() if name != "num_warps" and name not in EXACT}
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in values else "*" + TYPES[n] if n in TYPES else "i32" for n in names}
+    types = {name: "*" + SHORT[str(dtype).removeprefix("torch.")] for name, dtype in DTYPES.items()}
+    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in TYPES},
+        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in types},
     )
     options = {"num_warps": constants["num_warps"], **EXACT}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -74,5 +56,7 @@ def compiled(kernel, constants):
 
 
 if __name__ == "__main__":
-    for kernel, constants in cases():
+    from ckv_compile.kernels.token_graph import variants
+
+    for kernel, constants in variants(4, 8):
         print(json.dumps({"kernel": kernel.__name__, **constants, **compiled(kernel, constants)}), flush=True)

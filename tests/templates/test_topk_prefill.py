@@ -202,7 +202,8 @@ def test_rows_are_as_if_alone(device):
 
 
 def test_default_configuration(device):
-    Case(device, 130, 150, dim=128).check(8, least_equal=0.99, BLOCK_M=128, BLOCK_N=128, GROUPS=32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # blocks of this size hold no float32 on a device
+    Case(device, 130, 150, dim=128, dtype=dtype).check(8, least_equal=0.99, BLOCK_M=128, BLOCK_N=128, GROUPS=32)
 
 
 def test_attention_alone(device):
