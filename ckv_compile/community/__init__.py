@@ -11,14 +11,14 @@ from typing import Any
 
 _MODULE_OF = {
     "TokenGraph": "graph", "attention_graph": "graph", "key_graph": "graph", "mixed_graph": "graph",
-    "extended_graph": "graph",
+    "extended_graph": "graph", "ExtendedGraph": "graph",
     "seeded": "leiden", "modularity": "leiden", "is_connected": "leiden", "enforce_size": "leiden",
     "partition_graph": "engines",
     "ResolutionMemory": "resolution", "SearchPlan": "resolution",
     "Partition": "partition", "community_room": "partition", "contiguous_pages": "partition",
     "pages_block": "partition", "warm_up": "partition",
     "partition_keys_block": "partition", "partition_attention": "partition", "partition_mixed": "partition",
-    "partition_repaired": "partition",
+    "partition_built": "partition", "partition_refreshed": "partition", "partition_repaired": "partition",
     "PartitionPool": "workers", "shared_pool": "workers",
 }  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -38,6 +37,82 @@ class TokenGraph:
     def num_edges(self) -> int:
         """Undirected edges."""
         return len(self.indices) // 2
+
+    def both(self) -> tuple[np.ndarray, ...]:
+        """Two CSRs, of which the second has no entry: what kernels read that also take an ``ExtendedGraph``."""
+        return self.indptr, self.indices, self.weights, self.indptr, self.indices[:0], self.weights[:0]
+
+    def alone(self) -> np.ndarray:
+        """bool [n]: nodes without an edge."""
+        return self.indptr[1:] == self.indptr[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendedGraph:
+    """A graph of n tokens that goes on from an earlier one of m: its edges, and those that later tokens brought.
+
+    Nothing of the earlier graph is copied, however large it is. base: over the first m nodes. edge: int64 [E], later
+    edges once each, ascending, low end times 2^32 plus high end; one may repeat an edge of base, and counts besides.
+    weight: float64 [E]. later_indptr, later_indices, later_weights: those as a symmetric CSR over n nodes. strength:
+    float64 [n], of both.
+    """
+
+    base: TokenGraph
+    edge: np.ndarray
+    weight: np.ndarray
+    later_indptr: np.ndarray
+    later_indices: np.ndarray
+    later_weights: np.ndarray
+    strength: np.ndarray
+    dropped: int
+
+    @classmethod
+    def of(cls, base: TokenGraph, edge: np.ndarray, weight: np.ndarray, num_nodes: int, dropped: int) -> ExtendedGraph:
+        low, high = edge >> 32, edge & 0xFFFFFFFF
+        rows = np.concatenate([low, high])
+        order = np.argsort(rows, kind="stable")
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_nodes))]).astype(np.int64)
+        indices = np.concatenate([high, low])[order].astype(np.int32)
+        weights = np.concatenate([weight, weight])[order].astype(np.float32)
+        strength = _row_sums(indptr, weights)
+        strength[: base.num_nodes] += base.strength
+        return cls(base, edge, weight, indptr, indices, weights, strength, dropped)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.strength)
+
+    @property
+    def key_scale(self) -> float:
+        return self.base.key_scale
+
+    def _base_indptr(self) -> np.ndarray:
+        """That of base over all nodes."""
+        indptr = self.base.indptr
+        return np.concatenate([indptr, np.full(self.num_nodes - self.base.num_nodes, indptr[-1])])
+
+    def both(self) -> tuple[np.ndarray, ...]:
+        return (
+            self._base_indptr(), self.base.indices, self.base.weights, self.later_indptr, self.later_indices,
+            self.later_weights,
+        )  # fmt: skip
+
+    def alone(self) -> np.ndarray:
+        """bool [n]: nodes without an edge."""
+        alone = self.later_indptr[1:] == self.later_indptr[:-1]
+        alone[: self.base.num_nodes] &= self.base.alone()
+        return alone
+
+    def merged(self, prune: float = 0.0) -> TokenGraph:
+        """All in one graph, without edges below ``prune`` times the weaker end's strongest."""
+        indptr, indices, weights = _sum_of_graphs(
+            self._base_indptr(), self.base.indices, self.base.weights, 1.0, self.later_indptr, self.later_indices,
+            self.later_weights, 1.0,
+        )  # fmt: skip
+        used = _pruned(indptr, indices, weights, float(prune))
+        if used < len(indices):
+            indices, weights = indices[:used].copy(), weights[:used].copy()
+        return TokenGraph(indptr, indices, weights, _row_sums(indptr, weights), self.dropped, self.key_scale)
 
 
 @njit(nogil=True, cache=True)
@@ -401,27 +476,25 @@ def mixed_graph(
     return TokenGraph(indptr, indices, weights, _row_sums(indptr, weights), attention.dropped, scale)
 
 
-def graphs_of_joint_csr(
+def graph_of_joint_csr(
     indptr: np.ndarray,
     indices: np.ndarray,
     weights: np.ndarray,
     dropped: np.ndarray,
     key_scale: np.ndarray,
-    first: Sequence[int],
-) -> list[TokenGraph]:
-    """The graphs of one CSR with a row per graph and position, as views of its entries.
+    graph: int,
+    first: int,
+) -> TokenGraph:
+    """One of the graphs of a CSR with a row per graph and position, as views of its entries.
 
     indptr: int64 [G * n + 1]. indices: int32 [nnz], nodes of the same graph. weights: float32 [nnz]. dropped, key_scale:
-    [G]. first: [G], the first position that is a node.
+    [G]. first: the first position that is a node.
     """
-    n = (len(indptr) - 1) // max(1, len(first))
-    graphs = []
-    for g, begin in enumerate(first):
-        rows = indptr[g * n + min(begin, n) : (g + 1) * n + 1]
-        entries = slice(rows[0], rows[-1])
-        own = rows - rows[0], indices[entries], weights[entries]
-        graphs.append(TokenGraph(*own, _row_sums(own[0], own[2]), int(dropped[g]), float(key_scale[g])))
-    return graphs
+    n = (len(indptr) - 1) // max(1, len(dropped))
+    rows = indptr[graph * n + min(first, n) : (graph + 1) * n + 1]
+    entries = slice(rows[0], rows[-1])
+    own = rows - rows[0], indices[entries], weights[entries]
+    return TokenGraph(*own, _row_sums(own[0], own[2]), int(dropped[graph]), float(key_scale[graph]))
 
 
 @njit(nogil=True, cache=True)
@@ -474,14 +547,14 @@ def _edges_of_later_lists(neighbors, weights, position, first, lam):
 
 
 def extended_graph(
-    graph: TokenGraph,
+    graph: TokenGraph | ExtendedGraph,
     neighbors: np.ndarray,
     weights: np.ndarray,
     *,
     lam: float,
     first: int = 0,
     key_neighbors: np.ndarray | None = None,
-) -> TokenGraph:
+) -> ExtendedGraph:
     """A graph and the edges of later tokens: what ``attention_graph`` or ``mixed_graph`` of all lists is, unpruned.
 
     graph: over positions ``first ..``. neighbors, weights: int32 and float32 [H, m, kappa], lists of the m tokens that
@@ -490,22 +563,15 @@ def extended_graph(
     neighbors = _lists("neighbors", neighbors, np.int32, 3)
     weights = _lists("weights", weights, np.float32, 3)
     position, count = first + graph.num_nodes, neighbors.shape[1]
-    n = graph.num_nodes + count
     low, high, weight, dropped = _edges_of_later_lists(neighbors, weights, position, first, float(lam))
     if key_neighbors is not None:
         keys = _lists("key_neighbors", key_neighbors, np.int32, 2)[None]
         more = _edges_of_later_lists(keys, np.ones(keys.shape, np.float32), position, first, 1.0)
         low, high = np.concatenate([low, more[0]]), np.concatenate([high, more[1]])
         weight = np.concatenate([weight, more[2] * graph.key_scale])
-    edges, place = np.unique(low * n + high, return_inverse=True)
-    low, high = edges // n, edges % n
-    weight = np.bincount(place, weight, len(edges)).astype(np.float32)
-    rows = np.concatenate([low, high])
-    order = np.argsort(rows, kind="stable")
-    later_indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n))]).astype(np.int64)
-    indptr, indices, values = _sum_of_graphs(
-        np.concatenate([graph.indptr, np.full(count, graph.indptr[-1])]), graph.indices, graph.weights, 1.0,
-        later_indptr, np.concatenate([high, low])[order].astype(np.int32), np.concatenate([weight, weight])[order], 1.0,
-    )  # fmt: skip
-    strength = _row_sums(indptr, values)
-    return TokenGraph(indptr, indices, values, strength, graph.dropped + int(dropped), graph.key_scale)
+    edge, base = (low << 32) + high, graph
+    if isinstance(graph, ExtendedGraph):
+        edge, weight, base = np.concatenate([graph.edge, edge]), np.concatenate([graph.weight, weight]), graph.base
+    edge, place = np.unique(edge, return_inverse=True)
+    weight = np.bincount(place, weight, len(edge))
+    return ExtendedGraph.of(base, edge, weight, graph.num_nodes + count, graph.dropped + int(dropped))

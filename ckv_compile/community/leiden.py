@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import njit
 
-from ckv_compile.community.graph import TokenGraph
+from ckv_compile.community.graph import ExtendedGraph, TokenGraph
 
 MAX_LEVELS = 32
 # A node moves for a gain of at least this part of its strength: far above rounding, far below any gain that matters.
@@ -48,12 +48,45 @@ def _shuffle(order, seed):
 
 
 @njit(nogil=True, cache=True)
-def _move_nodes(indptr, indices, weights, strength, size, resolution, cap, labels, queue, count, stop):
+def _add_toward(begin, end, indices, weights, labels, toward, touched, num_touched):
+    """Add the weights of a row's entries to the communities that they lead to; returns how many communities those are."""
+    for p in range(begin, end):
+        c = labels[indices[p]]
+        before = toward[c]
+        touched[num_touched] = c  # kept when new; without a branch, which would be mispredicted half of the time
+        num_touched += np.int64(before == 0.0)
+        toward[c] = before + weights[p]
+    return num_touched
+
+
+@njit(nogil=True, cache=True)
+def _enqueue(begin, end, indices, labels, target, queue, queued, head, count):
+    """Queue the nodes of a row's entries that are outside of ``target``; returns how many are queued now."""
+    n = len(queue)
+    for p in range(begin, end):
+        u = indices[p]
+        if not queued[u] and labels[u] != target:
+            queued[u] = True
+            tail = head + count
+            if tail >= n:
+                tail -= n
+            queue[tail] = u
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _move_nodes(
+    indptr, indices, weights, later_indptr, later_indices, later_weights, strength, size, resolution, cap, labels, queue,
+    count, stop,
+):  # fmt: skip
     """Fast local moving: move each queued node to its best community and queue the neighbours that it leaves behind.
 
-    resolution: gamma / 2m. size: int32, tokens per node. cap: largest community in tokens, 0 for none.
-    labels: updated in place, in [0, n). queue: int32 [n], of which ``count`` are set. Returns the number of moves.
+    later_indptr ...: further edges, which may repeat some of the first; no entries where there are none. resolution:
+    gamma / 2m. size: int32, tokens per node. cap: largest community in tokens, 0 for none. labels: updated in place, in
+    [0, n). queue: int32 [n], of which ``count`` are set. Returns the number of moves.
     """
+    has_later = len(later_indices) > 0
     n = len(strength)
     community_strength = np.zeros(n, np.float64)
     community_size = np.zeros(n, np.int64)
@@ -89,13 +122,11 @@ def _move_nodes(indptr, indices, weights, strength, size, resolution, cap, label
         count -= 1
         queued[v] = False
         old = labels[v]
-        num_touched = 0
-        for p in range(indptr[v], indptr[v + 1]):
-            c = labels[indices[p]]
-            before = toward[c]
-            touched[num_touched] = c  # kept when new; without a branch, which would be mispredicted half of the time
-            num_touched += np.int64(before == 0.0)
-            toward[c] = before + weights[p]
+        num_touched = _add_toward(indptr[v], indptr[v + 1], indices, weights, labels, toward, touched, 0)
+        if has_later:
+            num_touched = _add_toward(
+                later_indptr[v], later_indptr[v + 1], later_indices, later_weights, labels, toward, touched, num_touched
+            )
         if num_touched == 0:
             continue
         pull = strength[v] * resolution
@@ -127,15 +158,11 @@ def _move_nodes(indptr, indices, weights, strength, size, resolution, cap, label
         community_size[target] += size[v]
         members[target] += 1
         labels[v] = target
-        for p in range(indptr[v], indptr[v + 1]):
-            u = indices[p]
-            if not queued[u] and labels[u] != target:
-                queued[u] = True
-                tail = head + count
-                if tail >= n:
-                    tail -= n
-                queue[tail] = u
-                count += 1
+        count = _enqueue(indptr[v], indptr[v + 1], indices, labels, target, queue, queued, head, count)
+        if has_later:
+            count = _enqueue(
+                later_indptr[v], later_indptr[v + 1], later_indices, labels, target, queue, queued, head, count
+            )
     return moves
 
 
@@ -244,7 +271,10 @@ def _levels(indptr, indices, weights, strength, size, resolution, cap, labels, s
     for _ in range(MAX_LEVELS):
         n = len(strength)
         queue = np.arange(n).astype(np.int32)
-        _move_nodes(indptr, indices, weights, strength, size, resolution, cap, current, queue, n, stop)
+        _move_nodes(
+            indptr, indices, weights, indptr, indices[:0], weights[:0], strength, size, resolution, cap, current, queue,
+            n, stop,
+        )  # fmt: skip
         if _compact(current) == n or stop[0] != 0:
             break
         part = _refine(indptr, indices, weights, strength, resolution, current)
@@ -329,7 +359,10 @@ def _leiden(indptr, indices, weights, strength, gamma, passes, cap, seed, labels
                 queue[i] = i
             if seed != 0:
                 _shuffle(queue, seed + number)
-            moves = _move_nodes(indptr, indices, weights, strength, size, resolution, cap, labels, queue, n, stop)
+            moves = _move_nodes(
+                indptr, indices, weights, indptr, indices[:0], weights[:0], strength, size, resolution, cap, labels,
+                queue, n, stop,
+            )  # fmt: skip
             if stop[0] != 0 or (number > 0 and moves == 0):
                 break
             num_communities = _compact(labels)
@@ -523,11 +556,69 @@ def leiden(
 
 
 @njit(nogil=True, cache=True)
-def _seeded(indptr, indices, weights, strength, gamma, cap, labels, seeds, stop):
+def _push_connected(begin, end, indices, labels, label, seen, stack, top):
+    for p in range(begin, end):
+        u = indices[p]
+        if labels[u] == label and not seen[u]:
+            seen[u] = True
+            stack[top] = u
+            top += 1
+    return top
+
+
+@njit(nogil=True, cache=True)
+def _split_changed(indptr, indices, later_indptr, later_indices, before, labels):
+    """Give the connected pieces of communities that lost or gained a node labels of their own, in place, in [0, n)."""
+    n = len(labels)
+    changed = np.zeros(n, np.bool_)
+    taken = np.zeros(n, np.bool_)
+    for i in range(n):
+        taken[labels[i]] = True
+        if labels[i] != before[i]:
+            changed[labels[i]] = True
+            changed[before[i]] = True
+    seen = np.zeros(n, np.bool_)
+    stack = np.empty(n, np.int32)
+    piece = np.empty(n, np.int32)
+    first = np.ones(n, np.bool_)  # whose first piece keeps the label
+    free = 0
+    for root in range(n):
+        label = labels[root]
+        if not changed[label] or seen[root]:
+            continue
+        seen[root] = True
+        stack[0] = root
+        top = 1
+        size = 0
+        while top > 0:
+            top -= 1
+            v = stack[top]
+            piece[size] = v
+            size += 1
+            top = _push_connected(indptr[v], indptr[v + 1], indices, labels, label, seen, stack, top)
+            if len(later_indices) > 0:
+                top = _push_connected(
+                    later_indptr[v], later_indptr[v + 1], later_indices, labels, label, seen, stack, top
+                )
+        if first[label]:
+            first[label] = False
+            continue
+        while taken[free]:
+            free += 1
+        taken[free] = True
+        for i in range(size):
+            labels[piece[i]] = free  # not ``changed`` before, and all of it seen
+
+
+@njit(nogil=True, cache=True)
+def _seeded(
+    indptr, indices, weights, later_indptr, later_indices, later_weights, strength, gamma, cap, labels, seeds, stop
+):  # fmt: skip
     n = len(strength)
     double_m = strength.sum()
     _compact(labels)
     if double_m > 0.0:
+        before = labels.copy()
         queue = np.empty(n, np.int32)
         queued = np.zeros(n, np.bool_)
         count = 0
@@ -538,14 +629,16 @@ def _seeded(indptr, indices, weights, strength, gamma, cap, labels, seeds, stop)
                 queue[count] = v
                 count += 1
         size = np.ones(n, np.int32)
-        _move_nodes(indptr, indices, weights, strength, size, gamma / double_m, cap, labels, queue, count, stop)
-    piece, number = _connected_labels(indptr, indices, labels)
-    labels[:] = piece
-    return number
+        _move_nodes(
+            indptr, indices, weights, later_indptr, later_indices, later_weights, strength, size, gamma / double_m, cap,
+            labels, queue, count, stop,
+        )  # fmt: skip
+        _split_changed(indptr, indices, later_indptr, later_indices, before, labels)
+    return _compact(labels)
 
 
 def seeded(
-    graph: TokenGraph,
+    graph: TokenGraph | ExtendedGraph,
     labels: np.ndarray,
     seeds: np.ndarray,
     *,
@@ -555,12 +648,13 @@ def seeded(
 ) -> np.ndarray:
     """Labels after local moving that starts at given nodes only, and spreads from them where it helps.
 
-    labels: int32 [n], -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added.
+    labels: int32 [n], -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added: edges are read
+    around nodes that move, and nowhere else. Communities that lose or gain a node are connected afterwards.
     """
     labels = start_labels(graph.num_nodes, labels)
     _seeded(
-        graph.indptr, graph.indices, graph.weights, graph.strength, _check_gamma(gamma), int(max_community_size),
-        labels, np.ascontiguousarray(seeds, np.int32), stop_flag(stop),
+        *graph.both(), graph.strength, _check_gamma(gamma), int(max_community_size), labels,
+        np.ascontiguousarray(seeds, np.int32), stop_flag(stop),
     )  # fmt: skip
     return labels
 

@@ -10,6 +10,7 @@ from numba import njit
 
 from ckv_compile.community.engines import partition_graph
 from ckv_compile.community.graph import (
+    ExtendedGraph,
     TokenGraph,
     attention_graph,
     extended_graph,
@@ -56,7 +57,7 @@ class Partition:
     dropped: int = 0
     fallback: str | None = None
     weight: np.ndarray | None = None
-    graph: TokenGraph | None = None
+    graph: TokenGraph | ExtendedGraph | None = None
 
     @property
     def num_communities(self) -> int:
@@ -280,7 +281,7 @@ def partition_attention(
     neighbors, weights: int32 and float32 [H, n, kappa], the top lists of the heads that share the graph; -1 for an
     empty slot. node_first: positions before it are sinks or padding. initial: int32 [n], labels of an earlier partition
     with -1 for new positions (a warm start). gamma: resolution to keep, searched for the mean size when None. backlog:
-    how many jobs wait: after a warm start more passes follow while none does (None: never).
+    how many jobs wait: where some do, a pass is saved, and while none does, more follow (None: neither).
     """
     token_graph = attention_graph(neighbors, weights, lam=config.lam, prune=config.prune, first=node_first)
     n = neighbors.shape[1]
@@ -320,18 +321,44 @@ def partition_built(
     layer: int,
     graph: int,
     stop: np.ndarray | None = None,
+    backlog: Callable[[], int] | None = None,
 ) -> Partition:
     """What ``partition_attention`` or ``partition_mixed`` makes of n positions, from their graph."""
-    return _partition_one(token_graph, n, config, memory, (layer, graph), None, None, stop, None)
+    return _partition_one(token_graph, n, config, memory, (layer, graph), None, None, stop, backlog)
+
+
+def partition_refreshed(
+    kept: Partition,
+    neighbors: np.ndarray,
+    weights: np.ndarray,
+    key_neighbors: np.ndarray | None = None,
+    *,
+    config: CommunityConfig,
+    memory: ResolutionMemory,
+    layer: int,
+    graph: int,
+    stop: np.ndarray | None = None,
+    backlog: Callable[[], int] | None = None,
+) -> Partition:
+    """All positions of a graph partitioned again after m more tokens, from the communities and the graph that there are.
+
+    Arguments as for ``partition_repaired`` and ``partition_attention``. The graph is the earlier one with the later
+    tokens' edges, pruned again; building it from all lists anew would take ten times as long.
+    """
+    token_graph, labels = _extended(kept, neighbors, weights, config, key_neighbors)
+    first = len(kept.labels) - _nodes(kept)
+    initial = np.concatenate([np.full(first, -1, np.int32), labels])
+    merged = token_graph.merged(config.prune)
+    return _partition_one(merged, len(initial), config, memory, (layer, graph), initial, None, stop, backlog)
 
 
 def partition_repaired(
     kept: Partition,
     neighbors: np.ndarray,
     weights: np.ndarray,
+    key_neighbors: np.ndarray | None = None,
     *,
     config: CommunityConfig,
-    key_neighbors: np.ndarray | None = None,
     stop: np.ndarray | None = None,
 ) -> Partition:
     """A partition after m more tokens, by local moves that start at them and spread where modularity gains (eq. 5).
@@ -339,18 +366,27 @@ def partition_repaired(
     kept: a partition by attention or mixed edges, with its graph; it stays as it is. neighbors, weights: int32 and
     float32 [H, m, kappa], the later tokens' lists. key_neighbors: int32 [m, kappa] with graph="mixed". Gamma and the
     scale of key edges stay, and edges are not pruned until the whole is partitioned again. Weights and graph of the
-    result are those of all n + m positions.
+    result are those of all n + m positions. Neither the time nor the memory grows with the edges that there are.
     """
-    assert kept.graph is not None
-    first = len(kept.labels) - kept.graph.num_nodes
-    count = neighbors.shape[1]
-    graph = extended_graph(kept.graph, neighbors, weights, lam=config.lam, first=first, key_neighbors=key_neighbors)
-    labels = np.concatenate([kept.labels[first:], np.full(count, -1, np.int32)])
-    seeds = np.arange(graph.num_nodes - count, graph.num_nodes)
+    token_graph, labels = _extended(kept, neighbors, weights, config, key_neighbors)
+    seeds = np.arange(_nodes(kept), token_graph.num_nodes)
     labels = seeded(
-        graph, labels, seeds, gamma=kept.gamma, max_community_size=config.max_community_size, stop=stop
+        token_graph, labels, seeds, gamma=kept.gamma, max_community_size=config.max_community_size, stop=stop
     )  # fmt: skip
-    return _gathered(graph, labels, first, kept.gamma, config, stop)
+    return _gathered(token_graph, labels, len(kept.labels) - _nodes(kept), kept.gamma, config, stop)
+
+
+def _nodes(kept: Partition) -> int:
+    assert kept.graph is not None
+    return kept.graph.num_nodes
+
+
+def _extended(kept: Partition, neighbors, weights, config, key_neighbors) -> tuple[ExtendedGraph, np.ndarray]:
+    """The graph of a partition with the edges of later tokens, and the labels of its nodes, -1 for these tokens."""
+    assert kept.graph is not None
+    first = len(kept.labels) - _nodes(kept)
+    graph = extended_graph(kept.graph, neighbors, weights, lam=config.lam, first=first, key_neighbors=key_neighbors)
+    return graph, np.concatenate([kept.labels[first:], np.full(neighbors.shape[1], -1, np.int32)])
 
 
 def warm_up(config: CommunityConfig) -> None:
@@ -371,10 +407,12 @@ def warm_up(config: CommunityConfig) -> None:
         partition_mixed(lists, weights, lists[0], 0, config=config, memory=memory, layer=0, graph=0)
     if config.graph != "keys":
         kept = partition_attention(lists, weights, 0, config=config, memory=memory, layer=0, graph=0)
-        assert kept.graph is not None
+        assert isinstance(kept.graph, TokenGraph)
         edges = kept.graph.indptr, kept.graph.indices, kept.graph.weights, kept.graph.strength
         _number(kept, *edges, config, context, None)
-        partition_repaired(kept, lists[:, :1], weights[:, :1], config=config, key_neighbors=lists[0, :1])
+        later = {"neighbors": lists[:, :1], "weights": weights[:, :1], "key_neighbors": lists[0, :1]}
+        partition_repaired(kept, **later, config=config)
+        partition_refreshed(kept, **later, config=config, memory=memory, layer=0, graph=0)
 
 
 def _most_communities(n: int, config: CommunityConfig) -> int:
@@ -393,8 +431,12 @@ def _partition_one(graph, n, config, memory, key, initial, gamma, stop, backlog)
         gamma = _start_gamma(plan, config, memory, key, graph.num_nodes)
     if initial is not None:
         initial = np.asarray(initial)[first:]
+    # One pass serves a warm start, and must do where jobs wait; more follow if none does.
+    short = initial is not None or (backlog is not None and backlog() > 0)
+    if short:
+        plan = dataclasses.replace(plan, passes=1)
     labels, gamma = _search(graph, float(gamma), plan, config, initial, stop)
-    if initial is not None and config.leiden_engine == "native":
+    if short and config.leiden_engine == "native":
         one = (graph.indptr[None], graph.indices, graph.weights, graph.strength[None], np.array([gamma]))
         _more_passes(*one, config, labels[None], stop, backlog)
     if plan.corrections and not (stop is not None and stop[0]):
@@ -416,13 +458,15 @@ def _more_passes(indptr, indices, weights, strength, gammas, config, labels, sto
             return
 
 
-def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, config, stop) -> Partition:
+def _gathered(
+    graph: TokenGraph | ExtendedGraph, labels: np.ndarray, first: int, gamma: float, config, stop
+) -> Partition:
     """The partition of positions ``0 .. first + num_nodes - 1`` that labels of the nodes give."""
     n = first + graph.num_nodes
     padded = np.zeros((1, n), np.int32)
     padded[0, first:] = labels
     alone = np.zeros((1, n), np.bool_)
-    alone[0, first:] = graph.indptr[1:] == graph.indptr[:-1]
+    alone[0, first:] = graph.alone()
     partition = gather_partitions(
         padded, alone, np.array([first], np.int32), mean_size=config.mean_size,
         max_community_size=config.max_community_size, room=_most_communities(n, config),
@@ -430,8 +474,10 @@ def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, c
     )[0]  # fmt: skip
     strength = np.zeros(n)
     strength[first:] = graph.strength
-    indptr = np.concatenate([np.zeros(first, graph.indptr.dtype), graph.indptr])
-    _number(partition, indptr, graph.indices + np.int32(first), graph.weights, strength, config, n, stop)
+    if _is_numbered(config, n):
+        whole = graph.merged() if isinstance(graph, ExtendedGraph) else graph
+        indptr = np.concatenate([np.zeros(first, whole.indptr.dtype), whole.indptr])
+        _number(partition, indptr, whole.indices + np.int32(first), whole.weights, strength, config, n, stop)
     _weigh(partition, strength)
     partition.graph = graph
     return partition
@@ -439,11 +485,15 @@ def _gathered(graph: TokenGraph, labels: np.ndarray, first: int, gamma: float, c
 
 def _number(partition: Partition, indptr, indices, weights, strength, config, context: int, stop) -> None:
     """Number communities by coarse ones where steps over ``context`` tokens score groups; CSR over all positions."""
-    if is_hierarchical(config) and context > config.mean_size * coarse_from(config):
+    if _is_numbered(config, context):
         number_by_coarse_level(
             partition.labels, partition.start, partition.size, partition.member, indptr, indices, weights, strength,
             gamma=partition.gamma, mean_size=GROUP, seed=config.seed, stop=stop_flag(stop),
         )  # fmt: skip
+
+
+def _is_numbered(config: CommunityConfig, context: int) -> bool:
+    return is_hierarchical(config) and context > config.mean_size * coarse_from(config)
 
 
 def _weigh(partition: Partition, strength: np.ndarray) -> None:

@@ -31,6 +31,7 @@ for 4 heads of 131,072 tokens, ``token_graph.bytes_per_graph``), and HUB_BYTES. 
 from __future__ import annotations
 
 import atexit
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -38,11 +39,10 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ckv_compile.community.graph import TokenGraph, graphs_of_joint_csr
+from ckv_compile.community.graph import TokenGraph, graph_of_joint_csr
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import outbox
 from ckv_compile.runtime.outbox import Parcel
@@ -77,20 +77,20 @@ class ArrivingGraphs:
     def wait(self) -> None:
         self._parcel.wait()
 
-    def graphs(self) -> list[list[TokenGraph]] | None:
-        """``[row][graph]``; None where the device had no memory to build them in. Waits."""
+    def of(self, graph: int) -> list[TokenGraph] | None:
+        """One of the layer's graphs, ``[row]``; None where the device had no memory to build them in. Waits."""
         try:
             groups = self._parcel.arrays()
         except torch.OutOfMemoryError:
             log.warning("no memory on the device to build token graphs in; the host builds them")
             return None
-        first = np.repeat(self._first, self._graphs).tolist()
-        found: list[TokenGraph] = []
-        for group in groups:
-            indptr, indices, weights, dropped, key_scale = group
-            nodes = first[len(found) : len(found) + len(dropped)]
-            found += graphs_of_joint_csr(indptr, indices, weights, dropped, key_scale, nodes)
-        return [found[row : row + self._graphs] for row in range(0, len(found), self._graphs)]
+        begins = list(itertools.accumulate((len(group[3]) for group in groups), initial=0))
+        found = []
+        for row, first in enumerate(self._first):
+            place = row * self._graphs + graph
+            number = bisect.bisect_right(begins, place) - 1
+            found.append(graph_of_joint_csr(*groups[number], place - begins[number], first))
+        return found
 
 
 def terms_of(kappa: int) -> int:

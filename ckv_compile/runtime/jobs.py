@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ class EdgePiece:
     """Lists of consecutive tokens of one layer; arrays, or what still arrives (``transfer.Arriving``).
 
     neighbor: int32 [B, H, m, kappa]. weight: float32, the same shape. key_neighbor: int32 [B, G, m, kappa], absolute,
-    None but for "mixed". tokens: m. graphs: what gives the graphs ``[row][graph]`` of exactly these lists, where they
-    are built elsewhere (``device_graph.ArrivingGraphs``).
+    None but for "mixed". tokens: m. graphs: what gives the graphs of exactly these lists, where they are built elsewhere
+    (``device_graph.ArrivingGraphs``).
     """
 
     neighbor: Any
@@ -27,8 +28,8 @@ class EdgePiece:
     graphs: Any = None
 
     def wait(self) -> None:
-        """Until everything has arrived."""
-        for part in (self.graphs, self.neighbor, self.weight, self.key_neighbor):
+        """Until its graphs have arrived or, where it has none, its lists."""
+        for part in (self.neighbor, self.weight, self.key_neighbor) if self.graphs is None else (self.graphs,):
             if part is not None and not isinstance(part, np.ndarray):
                 part.wait()
 
@@ -49,57 +50,98 @@ class EdgePiece:
         return EdgePiece(array(self.neighbor), array(self.weight), array(self.key_neighbor), self.tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """Partitions ``[row][graph]`` of all positions of a layer, and in one piece the edges that they were made of."""
-
-    partitions: list[list]
-    edges: EdgePiece | None = None
-
-
 def joined_pieces(pieces: list[EdgePiece]) -> EdgePiece:
     """One piece for several that follow each other."""
-    pieces = [piece.arrays() for piece in pieces]
     if len(pieces) == 1:
         return pieces[0]
+    pieces = [piece.arrays() for piece in pieces]
     names = ("neighbor", "weight") if pieces[0].key_neighbor is None else ("neighbor", "weight", "key_neighbor")
     lists = {name: np.concatenate([getattr(piece, name) for piece in pieces], axis=2) for name in names}
     return EdgePiece(lists["neighbor"], lists["weight"], lists.get("key_neighbor"), sum(one.tokens for one in pieces))
 
 
+class LayerParts:
+    """Results of the graphs of a layer, each of which is a job of its own, until all of them are there."""
+
+    def __init__(self, graphs: int) -> None:
+        self._lock = threading.Lock()
+        self._results: list[list | None] = [None] * graphs
+        self._missing = graphs
+        self.errors: list[str] = []
+
+    def put(self, graph: int, result: list | None, error: str | None) -> list[list] | None:
+        """result: ``[row]``, None if it was called off. Returns all, ``[row][graph]``, to whoever brings the last one."""
+        with self._lock:
+            self._results[graph] = result
+            self._missing -= 1
+            if error is not None and error not in self.errors:
+                self.errors.append(error)
+            if self._missing or any(result is None for result in self._results):
+                return None
+            return [list(row) for row in zip(*self._results, strict=True)]  # type: ignore[arg-type]
+
+
+def _own(pieces: list[EdgePiece], graph: int, graphs: int) -> EdgePiece:
+    """The lists of one graph, of consecutive pieces: ``[B, heads, m, kappa]`` and, of "mixed", ``[B, 1, m, kappa]``."""
+    heads = np.asarray(pieces[0].arrays().neighbor).shape[1] // graphs
+
+    def cut(piece: EdgePiece) -> EdgePiece:
+        own, keys = slice(graph * heads, (graph + 1) * heads), piece.key_neighbor
+        keys = None if keys is None else keys[:, graph : graph + 1]
+        return EdgePiece(piece.neighbor[:, own], piece.weight[:, own], keys, piece.tokens)
+
+    return joined_pieces([cut(piece.arrays()) for piece in pieces])
+
+
 def partition_edges(
-    pieces: list[EdgePiece], kept: list[list] | None, first, graphs: int, config, memory, layer: int, backlog, *, stop
-) -> Whole:
-    """Partition all positions, starting from the communities that ``kept`` gives the first of them."""
-    edges = joined_pieces(pieces)
+    pieces: list[EdgePiece], kept: list[list] | None, first, graphs: int, config, memory, layer: int, backlog, graph: int,
+    *, stop,
+) -> list:  # fmt: skip
+    """Partition all positions in one graph of a layer, ``[row]``, from the lists of all of them.
+
+    kept: partitions ``[row][graph]`` of the first positions, whose communities are started from.
+    """
     alone = pieces[0].graphs if len(pieces) == 1 and kept is None else None
-    built = None if alone is None else alone.graphs()
+    built = None if alone is None else alone.of(graph)
+    tokens = sum(piece.tokens for piece in pieces)
+    common = {"config": config, "memory": memory, "layer": layer, "graph": graph, "stop": stop, "backlog": backlog}
     if built is not None:
-        return Whole(partition_graphs(built, edges.tokens, config, memory, layer, stop=stop), edges)
-    initial = None
-    if kept is not None:
-        initial = np.full((len(first), graphs, edges.tokens), -1, np.int32)
-        for place in np.ndindex(*initial.shape[:2]):
-            labels = kept[place[0]][place[1]].labels
-            initial[place][: len(labels)] = labels
-    arguments = (edges.neighbor, edges.weight, edges.key_neighbor, first, initial, graphs, config, memory, layer)
-    return Whole(partition_whole(*arguments, backlog=backlog, stop=stop), edges)
+        return [partitions.partition_built(one, tokens, **common) for one in built]
+    edges = _own(pieces, graph, graphs)
+    found = []
+    for row, begin in enumerate(first):
+        common["initial"] = None
+        if kept is not None:
+            labels = kept[row][graph].labels
+            common["initial"] = np.concatenate([labels, np.full(tokens - len(labels), -1, np.int32)])
+        lists = edges.neighbor[row], edges.weight[row]
+        if config.graph == "mixed":
+            found.append(partitions.partition_mixed(*lists, edges.key_neighbor[row, 0], begin, **common))
+        else:
+            found.append(partitions.partition_attention(*lists, begin, **common))
+    return found
 
 
-def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config, *, stop) -> Whole:
-    """Communities of all positions from those that ``kept`` gives all but the tokens of ``pieces``, which follow."""
-    edges = joined_pieces(pieces)
-    heads = edges.neighbor.shape[1] // graphs
+def refresh_edges(
+    pieces: list[EdgePiece], kept: list[list], graphs: int, config, memory, layer: int, backlog, graph: int, *, stop
+) -> list:
+    """Partition all positions again in one graph of a layer, from what ``kept`` has of all but those of ``pieces``."""
+    edges = _own(pieces, graph, graphs)
+    common = {"config": config, "memory": memory, "layer": layer, "graph": graph, "stop": stop, "backlog": backlog}
+    return [partitions.partition_refreshed(kept[row][graph], *_later(edges, row), **common) for row in range(len(kept))]
 
-    def repaired(row: int, graph: int):
-        lists = (row, slice(graph * heads, (graph + 1) * heads))
-        key_neighbors = None if edges.key_neighbor is None else edges.key_neighbor[row, graph]
-        return partitions.partition_repaired(
-            kept[row][graph], edges.neighbor[lists], edges.weight[lists], config=config, key_neighbors=key_neighbors,
-            stop=stop,
-        )  # fmt: skip
 
-    return Whole([[repaired(row, graph) for graph in range(graphs)] for row in range(len(kept))])
+def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config, graph: int, *, stop) -> list:
+    """Communities of all positions in one graph, from those that ``kept`` gives all but the tokens of ``pieces``."""
+    edges = _own(pieces, graph, graphs)
+    return [
+        partitions.partition_repaired(kept[row][graph], *_later(edges, row), config=config, stop=stop)
+        for row in range(len(kept))
+    ]
+
+
+def _later(edges: EdgePiece, row: int) -> tuple:
+    return edges.neighbor[row], edges.weight[row], None if edges.key_neighbor is None else edges.key_neighbor[row, 0]
 
 
 def partition_block(
@@ -110,43 +152,3 @@ def partition_block(
     context: tokens that there are so far, of which the block is a part.
     """
     return policy_of(config.policy).partition(given, first, config, memory, layer, backlog, stop, context)
-
-
-def partition_whole(
-    neighbor, weight, key_neighbor, first, initial, graphs: int, config, memory, layer: int, *, backlog=None, stop
-) -> list[list]:
-    """Worker side of "attention" and "mixed"."""
-    heads = neighbor.shape[1] // graphs
-    result = []
-    for row in range(len(first)):
-        parts = []
-        for graph in range(graphs):
-            lists = slice(graph * heads, (graph + 1) * heads)
-            common = {
-                "config": config, "memory": memory, "layer": layer, "graph": graph,
-                "initial": None if initial is None else initial[row, graph], "stop": stop,
-                "backlog": backlog,
-            }  # fmt: skip
-            if config.graph == "mixed":
-                parts.append(
-                    partitions.partition_mixed(
-                        neighbor[row, lists], weight[row, lists], key_neighbor[row, graph], first[row], **common
-                    )
-                )
-            else:
-                parts.append(
-                    partitions.partition_attention(neighbor[row, lists], weight[row, lists], first[row], **common)
-                )
-        result.append(parts)
-    return result
-
-
-def partition_graphs(built: list[list], tokens: int, config, memory, layer: int, *, stop) -> list[list]:
-    """Worker side of "attention" and "mixed" where the device built the graphs ``[row][graph]``."""
-    return [
-        [
-            partitions.partition_built(one, tokens, config=config, memory=memory, layer=layer, graph=graph, stop=stop)
-            for graph, one in enumerate(row)
-        ]
-        for row in built
-    ]

@@ -6,6 +6,10 @@ import dataclasses
 
 from ckv_compile.runtime import jobs
 
+# Pieces that are joined, by the thread that runs the model, and tokens that they have.
+LEAST_JOINED = 8
+MOST_JOINED = 8192
+
 
 @dataclasses.dataclass
 class LayerEdges:
@@ -28,9 +32,25 @@ class LayerEdges:
                 return self.pieces[place:]
         return None
 
-    def join(self, piece: jobs.EdgePiece) -> None:
-        """Put one piece in the place of those that cover its tokens."""
-        self.pieces = [piece, *(self.since(piece.tokens) or [])]
+    def keep(self, partitions: list[list], stop: int) -> None:
+        """Partitions ``[row][graph]`` of the first ``stop`` tokens were published; graphs live on in them."""
+        self.pieces = [dataclasses.replace(piece, graphs=None) if piece.graphs else piece for piece in self.pieces]
+        self._join(stop)
+        usable = all(partition.graph is not None for row in partitions for partition in row)
+        self.kept = partitions if usable else None
+
+    def _join(self, stop: int) -> None:
+        """Put one piece in the place of many small ones that end at ``stop`` and have arrived."""
+        rest = [] if stop == self.tokens else self.since(stop)
+        if rest is None:
+            return
+        end = begin = len(self.pieces) - len(rest)
+        tokens = 0
+        while begin > 0 and tokens + self.pieces[begin - 1].tokens <= MOST_JOINED:
+            begin -= 1
+            tokens += self.pieces[begin].tokens
+        if end - begin >= LEAST_JOINED:
+            self.pieces = [*self.pieces[:begin], jobs.joined_pieces(self.pieces[begin:end]), *rest]
 
     def truncate(self, length: int) -> None:
         if self.kept is not None and len(self.kept[0][0].labels) > length:

@@ -55,7 +55,6 @@ class Finished:
     packed: Packed
     errors: list[str]
     joins: bool = False  # blocks that are published already
-    edges: jobs.EdgePiece | None = None  # all of positions 0 .. stop - 1, in one piece
 
 
 class Sequence:
@@ -304,11 +303,7 @@ class Sequence:
 
     def keep(self, finished: Finished) -> None:
         """A partition of a whole layer was published: what the next one starts from."""
-        edges, partitions = self.edges[finished.layer], finished.result
-        if finished.edges is not None:
-            edges.join(finished.edges)
-        usable = all(partition.graph is not None for row in partitions for partition in row)
-        edges.kept = partitions if usable else None
+        self.edges[finished.layer].keep(finished.result, finished.stop)
 
     def offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
         """Submit what a layer holds behind what was submitted: all of it, or as many whole blocks as there are."""
@@ -352,20 +347,23 @@ class Sequence:
         )  # fmt: skip
 
     def _offer_whole(self, layer: int, *, warm: bool) -> None:
-        edges = self.edges[layer]
-        first = [row + self.config.num_sink_tokens for row in self.first]
-        kept, backlog = (edges.kept, self._backlog()) if warm else (None, None)
-        self._submit(
-            layer, 0, edges.tokens, jobs.partition_edges, list(edges.pieces), kept, first, self.shape.graphs,
-            self.config, self.memory, layer, backlog,
-        )  # fmt: skip
+        """Have all of a layer partitioned; warm: from what there is of it."""
+        edges, common = self.edges[layer], (self.shape.graphs, self.config, self.memory, layer, self._backlog())
+        later = None if edges.kept is None else edges.since(len(edges.kept[0][0].labels))
+        if warm and later:
+            given: tuple = (jobs.refresh_edges, later, edges.kept, *common)
+        else:
+            first = [row + self.config.num_sink_tokens for row in self.first]
+            given = (jobs.partition_edges, list(edges.pieces), edges.kept if warm else None, first, *common)
+        self._submit(layer, 0, edges.tokens, *given, by_graph=True)
 
     def _offer_repair(self, layer: int) -> None:
         edges = self.edges[layer]
         assert edges.kept is not None
         pieces = edges.since(len(edges.kept[0][0].labels))
         if pieces:
-            self._submit(layer, 0, edges.tokens, jobs.repair_edges, pieces, edges.kept, self.shape.graphs, self.config)
+            given = pieces, edges.kept, self.shape.graphs, self.config
+            self._submit(layer, 0, edges.tokens, jobs.repair_edges, *given, by_graph=True)
 
     def _backlog(self):
         """How many jobs wait, for work that may take longer where none does. None where nothing may depend on that."""
@@ -374,34 +372,56 @@ class Sequence:
             return None
         return shared_pool(config.workers, config.partition_timeout).backlog
 
-    def _submit(self, layer: int, start: int, stop: int, function, *args, joins: bool = False) -> None:
+    def _submit(
+        self, layer: int, start: int, stop: int, function, *args, joins: bool = False, by_graph: bool = False
+    ) -> None:
+        """Have workers call ``function`` for positions ``start .. stop - 1``.
+
+        It returns partitions ``[row][graph]``. by_graph: those of one graph, ``[row]``; its number follows ``args``.
+        """
         epoch, inbox, device = self.epoch, self.inbox, self.geometry.device
         graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
         sinks, first, page = self.config.num_sink_tokens, list(self.first), self.config.mean_size
-
-        def pages():
-            return [
-                [partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed")] * graphs
-                for row in first
-            ]
-
-        def done(result, error) -> None:
-            if result is None:
-                return  # it was called off
-            errors = [f"layer {layer}, positions {start}-{stop - 1}: {error}"] if error is not None else []
-            edges = None
-            if isinstance(result, jobs.Whole):
-                result, edges = result.partitions, result.edges
-            packed = Packed.of(result, device)  # here, in the worker
-            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins, edges))
-
         assert len(first) == batch
-        ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
-            with_arrays(function), *args, description=(layer, start, stop), fallback=pages, on_done=done,
-            ready=functools.partial(wait_for, args),
-        )  # fmt: skip
-        with self._pending_lock:
-            self.pending.add(ticket)
+
+        def pages() -> list:
+            one = [
+                partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed") for row in first
+            ]
+            return one if by_graph else [[partition] * graphs for partition in one]
+
+        def deliver(result: list[list], errors: list[str]) -> None:
+            packed = Packed.of(result, device)  # here, in the worker
+            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins))
+
+        def submit(given: tuple, on_done, *graph: int) -> None:
+            ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
+                with_arrays(function), *given, description=(layer, start, stop, *graph), fallback=pages, on_done=on_done,
+                ready=functools.partial(wait_for, given),
+            )  # fmt: skip
+            with self._pending_lock:
+                self.pending.add(ticket)
+
+        def message(error: BaseException | None) -> str | None:
+            return None if error is None else f"layer {layer}, positions {start}-{stop - 1}: {error}"
+
+        if by_graph:
+            parts = jobs.LayerParts(graphs)
+
+            def part_done(graph: int, result, error) -> None:
+                whole = parts.put(graph, result, message(error))
+                if whole is not None:
+                    deliver(whole, parts.errors)
+
+            for graph in range(graphs):
+                submit((*args, graph), functools.partial(part_done, graph), graph)
+        else:
+
+            def done(result, error) -> None:
+                if result is not None:  # otherwise it was called off
+                    deliver(result, [] if error is None else [message(error) or ""])
+
+            submit(args, done)
         self._reap()
 
     def _reap(self) -> None:

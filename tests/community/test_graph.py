@@ -142,8 +142,11 @@ def test_a_graph_and_its_later_lists_are_the_graph_of_all_lists(dense, planted_l
     early = attention_graph(neighbors[:, :known], weights[:, :known], lam=lam, prune=0.0, first=first)
     whole = attention_graph(neighbors, weights, lam=lam, prune=0.0, first=first)
     both = extended_graph(early, neighbors[:, known:], weights[:, known:], lam=lam, first=first)
-    np.testing.assert_allclose(dense(both), dense(whole), rtol=1e-5)
-    np.testing.assert_array_equal(dense(both), dense(both).T)
+    merged = both.merged()
+    np.testing.assert_allclose(dense(merged), dense(whole), rtol=1e-5)
+    np.testing.assert_array_equal(dense(merged), dense(merged).T)
+    np.testing.assert_allclose(merged.strength, whole.strength, rtol=1e-5)
+    np.testing.assert_array_equal(both.alone(), merged.alone())
     np.testing.assert_allclose(both.strength, whole.strength, rtol=1e-5)
     assert both.dropped == whole.dropped
 
@@ -155,7 +158,7 @@ def test_a_mixed_graph_keeps_its_scale_when_it_is_extended(dense, planted_lists)
     early = mixed_graph(neighbors[:, :60], weights[:, :60], keys[:60], lam=0.5, prune=0.0)
     both = extended_graph(early, neighbors[:, 60:], weights[:, 60:], lam=0.5, key_neighbors=keys[60:])
     expected = dense(attention_graph(neighbors, weights, lam=0.5, prune=0.0)) + early.key_scale * dense(key_graph(keys))
-    np.testing.assert_allclose(dense(both), expected, rtol=1e-5)
+    np.testing.assert_allclose(dense(both.merged()), expected, rtol=1e-5)
 
 
 def test_shapes_that_do_not_match_raise_with_both_shapes():

@@ -1,5 +1,6 @@
 """explain(): what matched, what was refused and why, what ran; and the warning when nothing did."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -137,14 +138,15 @@ def test_strict_raises_a_failed_partition_at_the_next_call(interpreted, monkeypa
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_dropped_and_reported(interpreted, monkeypatch, bad):
-    original = jobs.partition_whole
+    original = jobs.partition_edges
 
-    def poisoned(neighbor, weight, *rest, **kwargs):
-        weight = weight.copy()
+    def poisoned(pieces, *rest, **kwargs):
+        (piece,) = pieces
+        weight = piece.arrays().weight.copy()
         weight[..., 20, 0] = bad
-        return original(neighbor, weight, *rest, **kwargs)
+        return original([dataclasses.replace(piece, weight=weight)], *rest, **kwargs)
 
-    monkeypatch.setattr(jobs, "partition_whole", poisoned)
+    monkeypatch.setattr(jobs, "partition_edges", poisoned)
     model = tiny_model("llama")
     inputs = prompt(tokens=40)
     module = compiled(model, graph="attention")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.community.graph import attention_graph, graphs_of_joint_csr, mixed_graph
+from ckv_compile.community.graph import attention_graph, graph_of_joint_csr, mixed_graph
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import CaptureError
 from ckv_compile.runtime.device_graph import TERMS_AT_ONCE, build_graphs
@@ -50,7 +50,7 @@ def test_graphs_are_those_of_the_host_and_equal_bits_at_every_run(mixed, terms):
     nodes, found = np.repeat(FIRST, GRAPHS).tolist(), []
     for part in runs[0]:
         arrays = [tensor.cpu().numpy() for tensor in part]
-        found += graphs_of_joint_csr(*arrays, nodes[len(found) : len(found) + len(arrays[3])])
+        found += [graph_of_joint_csr(*arrays, number, nodes[len(found) + number]) for number in range(len(arrays[3]))]
     ids, alphas = neighbor.cpu().numpy(), weight.cpu().numpy()
     for (row, graph), ours in zip(np.ndindex(2, GRAPHS), found, strict=True):
         here, options = (row, slice(2 * graph, 2 * graph + 2)), {"lam": 0.5, "prune": 0.03, "first": FIRST[row]}

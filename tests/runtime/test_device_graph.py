@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.community.graph import attention_graph, graphs_of_joint_csr, key_graph, mixed_graph
+from ckv_compile.community.graph import attention_graph, graph_of_joint_csr, key_graph, mixed_graph
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime.device_graph import BYTES_PER_TERM, build_graphs, terms_of
 from ckv_compile.testing import assert_consistent_index, bare_sequence, outbox_of_the_host
@@ -23,7 +23,7 @@ def built(neighbors, weights, first, graphs, *, lam=0.5, prune=0.03, keys=None, 
         *tensors[:2], first, graphs=graphs, lam=lam, prune=prune, key_neighbor=tensors[2], **options
     ):
         arrays = [tensor.numpy() for tensor in some.tensors()]
-        found += graphs_of_joint_csr(*arrays, nodes[len(found) : len(found) + len(arrays[3])])
+        found += [graph_of_joint_csr(*arrays, number, nodes[len(found) + number]) for number in range(len(arrays[3]))]
     return found
 
 

@@ -129,7 +129,7 @@ def test_a_mixed_index_stays_consistent():
 @pytest.mark.usefixtures("layers_at_once")
 def test_repairs_and_warm_passes_take_turns(monkeypatch):
     ran = []
-    for name in ("partition_edges", "repair_edges"):
+    for name in ("partition_edges", "refresh_edges", "repair_edges"):
         original = getattr(jobs, name)
 
         def record(*args, name=name, original=original, **kwargs):
@@ -139,11 +139,12 @@ def test_repairs_and_warm_passes_take_turns(monkeypatch):
         monkeypatch.setattr(jobs, name, record)
     story = Story(attention_config())
     story.steps(130)
-    once = ran[::2]
-    assert once == ran[1::2]  # two layers
+    jobs_at_once = 2 * story.sequence.shape.graphs  # of two layers
+    once = ran[::jobs_at_once]
+    assert all(once == ran[number::jobs_at_once] for number in range(jobs_at_once))
     assert once == [
-        ("partition_edges", 120), *[("repair_edges", 16)] * 3, ("partition_edges", 184),
-        *[("repair_edges", 16)] * 3, ("partition_edges", 248),
+        ("partition_edges", 120), *[("repair_edges", 16)] * 3, ("refresh_edges", 16),
+        *[("repair_edges", 16)] * 3, ("refresh_edges", 16),
     ]  # fmt: skip
 
 
@@ -153,7 +154,9 @@ def test_layers_are_refreshed_one_after_another(monkeypatch):
     sequence, submit = story.sequence, story.sequence._submit
     assert sequence.turns.offered == sequence.turns.published == 1
     monkeypatch.setattr(
-        sequence, "_submit", lambda layer, *args: ran.append((sequence.length, layer)) or submit(layer, *args)
+        sequence,
+        "_submit",
+        lambda layer, *args, **kwargs: ran.append((sequence.length, layer)) or submit(layer, *args, **kwargs),
     )
     story.steps(100)
     assert sequence.turns.every == 4
@@ -219,7 +222,7 @@ def busy_worker():
 def test_workers_that_are_behind_get_no_further_work(busy_worker):
     story = Story(attention_config(workers=1))
     story.steps(200)
-    assert len(story.sequence.pending) == 2  # of the prompt, one for each layer
+    assert len(story.sequence.pending) == 2 * story.sequence.shape.graphs  # of the prompt, in two layers
     assert story.sequence.index.marks == [[], []]
     busy_worker.set()
     story.sequence.wait()
@@ -304,14 +307,14 @@ def test_only_means_of_communities_that_gained_members_are_read(options):
 
 
 def test_where_the_first_partition_failed_repairs_wait_for_one_that_does_not(monkeypatch):
-    original = jobs.partition_whole
-    monkeypatch.setattr(jobs, "partition_whole", None)
+    original = jobs.partition_edges
+    monkeypatch.setattr(jobs, "partition_edges", None)
     story = Story(attention_config())
     story.steps(50)
     assert len(story.sequence.statistics.failures) == 2
     assert all(edges.kept is None for edges in story.sequence.edges)
     assert_consistent_index_of_pages(story.sequence)
-    monkeypatch.setattr(jobs, "partition_whole", original)
+    monkeypatch.setattr(jobs, "partition_edges", original)
     story.steps(80)
     assert len(story.sequence.statistics.failures) == 2
     assert_consistent_index(story.sequence)
@@ -326,7 +329,7 @@ def sleeps(*args, stop):
     time.sleep(0.8)
 
 
-@pytest.mark.parametrize("name", ["partition_whole", "repair_edges"])
+@pytest.mark.parametrize("name", ["refresh_edges", "repair_edges"])
 @pytest.mark.parametrize("fails", [raises, sleeps])
 def test_a_refresh_that_fails_leaves_the_partition_and_a_line(monkeypatch, name, fails):
     story = Story(attention_config(workers=1, partition_timeout=0.5))
