@@ -8,6 +8,10 @@ import numpy as np
 from numba import njit
 
 
+Array = np.ndarray
+TwoCSR = tuple[Array, Array, Array, Array, Array, Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenGraph:
     """An undirected weighted graph of ``n`` tokens: symmetric CSR, both directions stored, no self-loops.
@@ -38,7 +42,7 @@ class TokenGraph:
         """Undirected edges."""
         return len(self.indices) // 2
 
-    def both(self) -> tuple[np.ndarray, ...]:
+    def both(self) -> TwoCSR:
         """Two CSRs, of which the second has no entry: what kernels read that also take an ``ExtendedGraph``."""
         return self.indptr, self.indices, self.weights, self.indptr, self.indices[:0], self.weights[:0]
 
@@ -91,7 +95,7 @@ class ExtendedGraph:
         indptr = self.base.indptr
         return np.concatenate([indptr, np.full(self.num_nodes - self.base.num_nodes, indptr[-1])])
 
-    def both(self) -> tuple[np.ndarray, ...]:
+    def both(self) -> TwoCSR:
         return (
             self._base_indptr(), self.base.indices, self.base.weights, self.later_indptr, self.later_indices,
             self.later_weights,
@@ -569,9 +573,10 @@ def extended_graph(
         more = _edges_of_later_lists(keys, np.ones(keys.shape, np.float32), position, first, 1.0)
         low, high = np.concatenate([low, more[0]]), np.concatenate([high, more[1]])
         weight = np.concatenate([weight, more[2] * graph.key_scale])
-    edge, base = (low << 32) + high, graph
+    edge = (low << 32) + high
+    base = graph.base if isinstance(graph, ExtendedGraph) else graph
     if isinstance(graph, ExtendedGraph):
-        edge, weight, base = np.concatenate([graph.edge, edge]), np.concatenate([graph.weight, weight]), graph.base
+        edge, weight = np.concatenate([graph.edge, edge]), np.concatenate([graph.weight, weight])
     edge, place = np.unique(edge, return_inverse=True)
     weight = np.bincount(place, weight, len(edge))
     return ExtendedGraph.of(base, edge, weight, graph.num_nodes + count, graph.dropped + int(dropped))

@@ -410,9 +410,9 @@ def warm_up(config: CommunityConfig) -> None:
         assert isinstance(kept.graph, TokenGraph)
         edges = kept.graph.indptr, kept.graph.indices, kept.graph.weights, kept.graph.strength
         _number(kept, *edges, config, context, None)
-        later = {"neighbors": lists[:, :1], "weights": weights[:, :1], "key_neighbors": lists[0, :1]}
-        partition_repaired(kept, **later, config=config)
-        partition_refreshed(kept, **later, config=config, memory=memory, layer=0, graph=0)
+        later = lists[:, :1], weights[:, :1], lists[0, :1]
+        partition_repaired(kept, *later, config=config)
+        partition_refreshed(kept, *later, config=config, memory=memory, layer=0, graph=0)
 
 
 def _most_communities(n: int, config: CommunityConfig) -> int:

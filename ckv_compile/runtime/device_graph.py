@@ -89,7 +89,9 @@ class ArrivingGraphs:
         for row, first in enumerate(self._first):
             place = row * self._graphs + graph
             number = bisect.bisect_right(begins, place) - 1
-            found.append(graph_of_joint_csr(*groups[number], place - begins[number], first))
+            indptr, indices, weights, dropped, key_scale = groups[number]
+            own = place - begins[number], first
+            found.append(graph_of_joint_csr(indptr, indices, weights, dropped, key_scale, *own))
         return found
 
 
