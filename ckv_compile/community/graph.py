@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 from numba import njit
 
-
 Array = np.ndarray
 TwoCSR = tuple[Array, Array, Array, Array, Array, Array]
 
@@ -69,18 +68,6 @@ class ExtendedGraph:
     later_weights: np.ndarray
     strength: np.ndarray
     dropped: int
-
-    @classmethod
-    def of(cls, base: TokenGraph, edge: np.ndarray, weight: np.ndarray, num_nodes: int, dropped: int) -> ExtendedGraph:
-        low, high = edge >> 32, edge & 0xFFFFFFFF
-        rows = np.concatenate([low, high])
-        order = np.argsort(rows, kind="stable")
-        indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_nodes))]).astype(np.int64)
-        indices = np.concatenate([high, low])[order].astype(np.int32)
-        weights = np.concatenate([weight, weight])[order].astype(np.float32)
-        strength = _row_sums(indptr, weights)
-        strength[: base.num_nodes] += base.strength
-        return cls(base, edge, weight, indptr, indices, weights, strength, dropped)
 
     @property
     def num_nodes(self) -> int:
@@ -550,6 +537,45 @@ def _edges_of_later_lists(neighbors, weights, position, first, lam):
     return low[:used], high[:used], weight[:used], dropped
 
 
+@njit(nogil=True, cache=True)
+def _joined_edges(edge, weight, low, high, more, base_strength, n):
+    """What an ``ExtendedGraph`` holds, from the edges that it had and others that may occur more than once."""
+    ids = np.concatenate((edge, (low << 32) + high))
+    values = np.concatenate((weight, more))
+    order = np.argsort(ids, kind="mergesort")
+    joint = np.empty(len(ids), np.int64)
+    total = np.empty(len(ids), np.float64)
+    used = 0
+    for t in order:
+        if used > 0 and joint[used - 1] == ids[t]:
+            total[used - 1] += values[t]
+        else:
+            joint[used] = ids[t]
+            total[used] = values[t]
+            used += 1
+    joint, total = joint[:used].copy(), total[:used].copy()
+    indptr = np.zeros(n + 1, np.int64)
+    for e in joint:
+        indptr[(e >> 32) + 1] += 1
+        indptr[(e & 0xFFFFFFFF) + 1] += 1
+    for i in range(n):
+        indptr[i + 1] += indptr[i]
+    cursor = indptr[:n].copy()
+    indices = np.empty(2 * used, np.int32)
+    weights = np.empty(2 * used, np.float32)
+    strength = np.zeros(n, np.float64)
+    strength[: len(base_strength)] = base_strength
+    for t in range(used):
+        i, j = joint[t] >> 32, joint[t] & 0xFFFFFFFF
+        value = np.float32(total[t])
+        for here, there in ((i, j), (j, i)):
+            indices[cursor[here]] = there
+            weights[cursor[here]] = value
+            cursor[here] += 1
+            strength[here] += value
+    return joint, total, indptr, indices, weights, strength
+
+
 def extended_graph(
     graph: TokenGraph | ExtendedGraph,
     neighbors: np.ndarray,
@@ -573,10 +599,7 @@ def extended_graph(
         more = _edges_of_later_lists(keys, np.ones(keys.shape, np.float32), position, first, 1.0)
         low, high = np.concatenate([low, more[0]]), np.concatenate([high, more[1]])
         weight = np.concatenate([weight, more[2] * graph.key_scale])
-    edge = (low << 32) + high
     base = graph.base if isinstance(graph, ExtendedGraph) else graph
-    if isinstance(graph, ExtendedGraph):
-        edge, weight = np.concatenate([graph.edge, edge]), np.concatenate([graph.weight, weight])
-    edge, place = np.unique(edge, return_inverse=True)
-    weight = np.bincount(place, weight, len(edge))
-    return ExtendedGraph.of(base, edge, weight, graph.num_nodes + count, graph.dropped + int(dropped))
+    known = (graph.edge, graph.weight) if isinstance(graph, ExtendedGraph) else (low[:0], weight[:0])
+    later = _joined_edges(*known, low, high, weight, base.strength, graph.num_nodes + count)
+    return ExtendedGraph(base, *later, graph.dropped + int(dropped))

@@ -522,6 +522,22 @@ def start_labels(num_nodes: int, initial: np.ndarray | None) -> np.ndarray:
     return labels
 
 
+@njit(nogil=True, cache=True)
+def _with_singles(labels):
+    """Labels in [0, n) from such labels, with a node of its own for each -1: in place."""
+    taken = np.zeros(len(labels), np.bool_)
+    for i in range(len(labels)):
+        if labels[i] >= 0:
+            taken[labels[i]] = True
+    free = 0
+    for i in range(len(labels)):
+        if labels[i] < 0:
+            while taken[free]:
+                free += 1
+            labels[i] = free
+            free += 1
+
+
 def stop_flag(stop: np.ndarray | None) -> np.ndarray:
     """The flag that kernels poll; one that is never raised when there is none."""
     return np.zeros(1, np.int32) if stop is None else stop
@@ -648,10 +664,11 @@ def seeded(
 ) -> np.ndarray:
     """Labels after local moving that starts at given nodes only, and spreads from them where it helps.
 
-    labels: int32 [n], -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added: edges are read
+    labels: int32 [n], in [0, n), -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added: edges are read
     around nodes that move, and nowhere else. Communities that lose or gain a node are connected afterwards.
     """
-    labels = start_labels(graph.num_nodes, labels)
+    labels = np.array(labels, np.int32)
+    _with_singles(labels)
     _seeded(
         *graph.both(), graph.strength, _check_gamma(gamma), int(max_community_size), labels,
         np.ascontiguousarray(seeds, np.int32), stop_flag(stop),

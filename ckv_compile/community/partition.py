@@ -492,14 +492,22 @@ def _number(partition: Partition, indptr, indices, weights, strength, config, co
         )  # fmt: skip
 
 
+@njit(nogil=True, cache=True)
+def _weights(labels, strength, count):
+    weight = np.zeros(count, np.float64)
+    for i in range(len(labels)):
+        if labels[i] >= 0:
+            weight[labels[i]] += strength[i]
+    return weight
+
+
 def _is_numbered(config: CommunityConfig, context: int) -> bool:
     return is_hierarchical(config) and context > config.mean_size * coarse_from(config)
 
 
 def _weigh(partition: Partition, strength: np.ndarray) -> None:
     """Set the weights of the communities; strength: float64 [n], of every position."""
-    node = partition.labels >= 0
-    partition.weight = np.bincount(partition.labels[node], strength[node], len(partition.size))
+    partition.weight = _weights(partition.labels, strength, len(partition.size))
 
 
 def _search(graph: TokenGraph, gamma, plan, config, initial, stop) -> tuple[np.ndarray, float]:

@@ -131,12 +131,18 @@ def refresh_edges(
     return [partitions.partition_refreshed(kept[row][graph], *_later(edges, row), **common) for row in range(len(kept))]
 
 
-def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config, graph: int, *, stop) -> list:
-    """Communities of all positions in one graph, from those that ``kept`` gives all but the tokens of ``pieces``."""
-    edges = _own(pieces, graph, graphs)
+def repair_edges(pieces: list[EdgePiece], kept: list[list], graphs: int, config, *, stop) -> list[list]:
+    """Communities of all positions, ``[row][graph]``, from those that ``kept`` gives all but the tokens of ``pieces``.
+
+    One job for a layer: its graphs take some ten milliseconds each.
+    """
+    edges = [_own(pieces, graph, graphs) for graph in range(graphs)]
     return [
-        partitions.partition_repaired(kept[row][graph], *_later(edges, row), config=config, stop=stop)
-        for row in range(len(kept))
+        [
+            partitions.partition_repaired(row[graph], *_later(edges[graph], number), config=config, stop=stop)
+            for graph in range(graphs)
+        ]
+        for number, row in enumerate(kept)
     ]
 
 

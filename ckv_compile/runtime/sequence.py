@@ -363,7 +363,7 @@ class Sequence:
         pieces = edges.since(len(edges.kept[0][0].labels))
         if pieces:
             given = pieces, edges.kept, self.shape.graphs, self.config
-            self._submit(layer, 0, edges.tokens, jobs.repair_edges, *given, by_graph=True)
+            self._submit(layer, 0, edges.tokens, jobs.repair_edges, *given)
 
     def _backlog(self):
         """How many jobs wait, for work that may take longer where none does. None where nothing may depend on that."""

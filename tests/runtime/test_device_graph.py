@@ -216,9 +216,9 @@ def test_a_prefill_whose_lists_leave_by_an_outbox_is_indexed_from_graphs_of_the_
         sequence.wait()
         assert all(edges.pieces[0].graphs is not None for edges in sequence.edges)
         sequence.publish()
+        piece = sequence.edges[1].pieces[0].arrays()
     assert not sequence.statistics.failures
     assert_consistent_index(sequence)
-    piece = sequence.edges[1].pieces[0].arrays()
     np.testing.assert_array_equal(piece.neighbor, neighbors)
     np.testing.assert_array_equal(piece.weight, weights)
     assert sequence.edges[1].pieces[0].graphs is None  # what was partitioned is kept with the partition

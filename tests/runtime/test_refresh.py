@@ -139,12 +139,12 @@ def test_repairs_and_warm_passes_take_turns(monkeypatch):
         monkeypatch.setattr(jobs, name, record)
     story = Story(attention_config())
     story.steps(130)
-    jobs_at_once = 2 * story.sequence.shape.graphs  # of two layers
-    once = ran[::jobs_at_once]
-    assert all(once == ran[number::jobs_at_once] for number in range(jobs_at_once))
-    assert once == [
-        ("partition_edges", 120), *[("repair_edges", 16)] * 3, ("refresh_edges", 16),
-        *[("repair_edges", 16)] * 3, ("refresh_edges", 16),
+    graphs = story.sequence.shape.graphs
+    layers = 2
+    whole, part = layers * graphs, layers  # jobs: graphs are repaired together and partitioned one by one
+    assert ran == [
+        *[("partition_edges", 120)] * whole, *[("repair_edges", 16)] * 3 * part, *[("refresh_edges", 16)] * whole,
+        *[("repair_edges", 16)] * 3 * part, *[("refresh_edges", 16)] * whole,
     ]  # fmt: skip
 
 
