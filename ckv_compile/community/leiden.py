@@ -664,8 +664,8 @@ def seeded(
 ) -> np.ndarray:
     """Labels after local moving that starts at given nodes only, and spreads from them where it helps.
 
-    labels: int32 [n], in [0, n), -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added: edges are read
-    around nodes that move, and nowhere else. Communities that lose or gain a node are connected afterwards.
+    labels: int32 [n], in [0, n), -1 for a new node. seeds: nodes. Cheap repair of a partition after tokens were added:
+    edges are read around nodes that move, and nowhere else. Communities that lose or gain a node are connected afterwards.
     """
     labels = np.array(labels, np.int32)
     _with_singles(labels)
