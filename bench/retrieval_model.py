@@ -568,6 +568,7 @@ def run_evaluation(args: argparse.Namespace, console: Console) -> list[dict]:
             for length in args.lengths:
                 budget = args.budget if args.budget < length else length // 8
                 options = {"budget": budget, "graph": graph, "deterministic": True, "min_context": 0}
+                options |= {"mean_size": args.mean_size} if args.mean_size else {}
                 if budget not in modules:
                     modules[budget] = torch.compile(model, backend="communitykv", options=options)
                 try:
@@ -585,6 +586,7 @@ def run_evaluation(args: argparse.Namespace, console: Console) -> list[dict]:
                 for kind in args.prompts:
                     mine = [row for row in found if row["kind"] == kind]
                     stem = f"retrieval_{family}_{graph}_{kind}_{length}_b{budget}"
+                    stem += f"_m{args.mean_size}" if args.mean_size else ""
                     claims[f"{stem}_tokens_equal_least"] = min(row["equal"] for row in mine)
                     right = sum(row["correct"] for row in mine) / max(1, sum(row["dense_correct"] for row in mine))
                     claims[f"{stem}_correct_over_dense"] = round(right, 4)
@@ -635,6 +637,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", default=["passage", "chain"], choices=("passage", "chain"))
     parser.add_argument("--graphs", nargs="+", default=["keys", "attention"], choices=("keys", "attention", "mixed"))
     parser.add_argument("--budget", type=int, default=4096, help="1/8 of prompts that are not longer than it")
+    parser.add_argument("--mean-size", type=int, help="of communities, where it is not the default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
