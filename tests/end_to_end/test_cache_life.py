@@ -214,7 +214,7 @@ def test_assisted_decoding_crops_and_stays_exact(interpreted, model, drafts, cac
     # Drafts that are rejected may take a block of the index with them, and a crop of a cache that a compilation still
     # holds on to is a copy, which is indexed behind its first step.
     assert 0 < explanation.decode_steps <= 1.5 * explanation.sparse_steps, str(explanation)
-    assert explanation.caches_adopted <= 2  # a crop of a static cache is none: only a draft's own cache may be
+    assert cache == "dynamic" or explanation.caches_adopted <= 1  # of a static cache none; a draft's may be dynamic
     assert any(graph.phase == "decode" and graph.queries > 1 for graph in explanation.graphs)
 
 

@@ -185,9 +185,9 @@ def test_sliding_layers_stay_beside_full_ones_that_are_rewritten(interpreted, fa
     assert explanation.refused["model.layers.0.self_attn"][0].startswith("sliding window attention")
 
 
+@pytest.mark.parametrize("family", ["mistral_window", "phi3", "llama3_rope", "qwen3_moe", "olmo2", "granite", "cohere"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["mistral_window", "phi3", "llama3_rope", "qwen3_moe", "olmo2", "granite", "cohere"])
 def test_other_families_are_right_and_reported(interpreted, family, implementation, cache):
     model = tiny_model(family, implementation, num_hidden_layers=1)
     inputs = prompt(tokens=80, padded=True)  # llama3_rope: its frequencies are for 64
