@@ -88,6 +88,11 @@ def broken_steps(model: torch.nn.Module) -> list[str]:
 
 # ---------------------------------------------------------------------- explain
 
+NO_ATTENTION = (
+    "no attention was found in any graph: nothing is scaled_dot_product_attention, flex_attention or a softmax between two "
+    "products; load the model with attn_implementation='sdpa'"
+)
+
 
 @dataclasses.dataclass
 class Explanation:
@@ -125,6 +130,8 @@ class Explanation:
             ]
         lines = [f"graphs: {len(self.graphs)} ({', '.join(itertools.starmap(_describe, self.graphs.items()))})"]
         lines.append(f"attention layers rewritten: {len(self.rewritten)}")
+        if not self.rewritten and not self.refused:
+            lines.append(NO_ATTENTION)
         for reason, layers in _by_reason(self.refused).items():
             lines.append(f"attention layers left as they were: {len(layers)} ({_span(layers)}): {reason}")
         lines += [f"{_kind(graph)} is exact: {graph.exact}" for graph in self.graphs if graph.exact is not None]

@@ -348,13 +348,24 @@ class GraphRunner:
         sequence = REGISTRY.static_sequence(key)
         if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
             sequence = self._new_static(batch, key.shape[2])
-        elif length and sequence.length == length and sequence.version == key._version and sequence.first == first:
+        elif (
+            length and sequence.version == key._version and sequence.first == first and self._reaches(sequence, length)
+        ):
+            if length < sequence.length:
+                sequence.truncate(length)
             sequence.account_to(statistics)
             return sequence, True
         # The cache was reset, or holds what the backend never saw; another version: somebody else wrote to it.
         statistics.adopted += int(length > 0)
         self._begin(sequence, statistics, first, length)
         return sequence, False
+
+    def _reaches(self, sequence: Sequence, length: int) -> bool:
+        """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.
+
+        Replays of the caller's may have written behind a crop.
+        """
+        return sequence.length == length or (sequence.length > length and not sequence.captured)
 
     def _is_left(self, sequence: Sequence, key: torch.Tensor) -> bool:
         """Whether a static cache is as our last call left it, its counter aside."""

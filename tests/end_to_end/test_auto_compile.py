@@ -22,3 +22,16 @@ def test_with_compile_config_decode_is_indexed_from_the_keys_of_the_unseen_promp
     assert explanation.prefills == 0
     assert explanation.caches_adopted == 1
     assert explanation.sparse_steps == explanation.decode_steps == 7
+
+
+def test_the_mode_that_a_compile_config_has_by_itself_is_taken(interpreted, compilations):
+    model, inputs = tiny_model("llama", num_hidden_layers=1), prompt(tokens=40, padded=True)
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    config = CompileConfig(backend="communitykv")
+    assert config.mode == "reduce-overhead"
+    config._compile_all_devices = True
+    out = model.generate(
+        **inputs, max_new_tokens=8, do_sample=False, cache_implementation="static", compile_config=config
+    )
+    assert torch.equal(out, expected)
+    assert {plan.phase for plan in compilations} == {"decode"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 
 import ckv_compile
 from ckv_compile.reference import sparse_attention as reference
@@ -79,14 +80,22 @@ def test_later_turns_on_one_cache(interpreted, model, graph):
     assert ckv_compile.explain(module, show=False).sparse_steps == (20 if graph == "keys" else 18)
 
 
-def test_a_cropped_cache_continues_in_place(interpreted, model):
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_cropped_cache_continues_in_place(interpreted, model, cache_class):
+    def crop(cache, count):
+        if cache_class is DynamicCache:
+            cache.crop(-count)
+            return
+        for layer in cache.layers:  # as crop does, which not every version has for static caches
+            layer.cumulative_length.sub_(count)
+
     def story(module):
-        cache = DynamicCache(config=model.config)
+        cache = cache_class(config=model.config, **({"max_cache_len": 96} if cache_class is StaticCache else {}))
         logits = [step(module, tokens(40, 1), cache)]
         logits += [step(module, tokens(1, seed), cache) for seed in range(20)]
-        cache.crop(-10)
+        crop(cache, 10)
         logits += [step(module, tokens(1, seed), cache) for seed in range(20, 26)]
-        cache.crop(-26)
+        crop(cache, 26)
         logits += [step(module, tokens(1, seed), cache) for seed in range(26, 32)]
         return logits
 
@@ -95,6 +104,7 @@ def test_a_cropped_cache_continues_in_place(interpreted, model):
     # Garbage of the first compilation may have kept the first cache alive, and its crop a copy.
     gc.collect()
     before = ckv_compile.explain(module, show=False).caches_adopted
+    assert cache_class is DynamicCache or before == 0
     story(module)
     assert ckv_compile.explain(module, show=False).caches_adopted == before
 
@@ -172,23 +182,39 @@ def test_layers_that_hold_different_numbers_of_tokens_are_dense(interpreted, mod
     assert explanation.refused or any("different numbers" in reason for reason in explanation.dense_steps)
 
 
-def test_beams_follow_the_reordered_cache(interpreted, model):
-    inputs = prompt(tokens=20)
-    expected = model.generate(**inputs, max_new_tokens=12, num_beams=3, do_sample=False)
-    assert torch.equal(compiled(model).generate(**inputs, max_new_tokens=12, num_beams=3, do_sample=False), expected)
-
-
-def test_assisted_decoding_crops_and_stays_exact(interpreted, model):
-    assistant = tiny_model("llama", seed=5, num_hidden_layers=1)
-    inputs = prompt(batch=1, tokens=20)
-    expected = model.generate(**inputs, max_new_tokens=20, assistant_model=assistant, do_sample=False)
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left_padded"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_beams_follow_the_reordered_cache(interpreted, model, cache, padded):
+    inputs = prompt(tokens=20, padded=padded)
+    arguments = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
+    arguments |= {"cache_implementation": "static"} if cache == "static" else {}
+    expected = model.generate(**inputs, **arguments)
     module = compiled(model)
-    assert torch.equal(
-        module.generate(**inputs, max_new_tokens=20, assistant_model=assistant, do_sample=False), expected
-    )
+    assert torch.equal(module.generate(**inputs, **arguments), expected)
     explanation = ckv_compile.explain(module, show=False)
-    # A crop of a cache that a compilation still holds on to is a copy, which is indexed behind its first step.
-    assert explanation.decode_steps - explanation.sparse_steps <= explanation.caches_adopted
+    assert explanation.sparse_steps == explanation.decode_steps == explanation.caches_adopted == 11, str(explanation)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("drafts", ["a smaller model", "the prompt", "fewer layers"])
+def test_assisted_decoding_crops_and_stays_exact(interpreted, model, drafts, cache):
+    if cache == "static" and not hasattr(StaticLayer, "crop"):
+        pytest.skip("this version of transformers crops no static cache")
+    arguments = {
+        "a smaller model": {"assistant_model": tiny_model("llama", seed=5, num_hidden_layers=1)},
+        "the prompt": {"prompt_lookup_num_tokens": 3},
+        "fewer layers": {"assistant_early_exit": 1},
+    }[drafts]
+    arguments |= {"cache_implementation": "static"} if cache == "static" else {}
+    inputs = {name: tensor.repeat(1, 2) for name, tensor in prompt(batch=1, tokens=40).items()}
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **arguments)
+    module = compiled(model, append_block=16, block_size=64)
+    assert torch.equal(module.generate(**inputs, max_new_tokens=20, do_sample=False, **arguments), expected)
+    explanation = ckv_compile.explain(module, show=False)
+    # Drafts that are rejected may take a block of the index with them, and a crop of a cache that a compilation still
+    # holds on to is a copy, which is indexed behind its first step.
+    assert 0 < explanation.decode_steps <= 1.5 * explanation.sparse_steps, str(explanation)
+    assert cache == "dynamic" or explanation.caches_adopted <= 1  # of a static cache none; a draft's may be dynamic
     assert any(graph.phase == "decode" and graph.queries > 1 for graph in explanation.graphs)
 
 

@@ -108,16 +108,27 @@ def test_a_streamer_gets_every_token(interpreted, model):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("form", ["torch.compile", "Module.compile"])
-def test_the_decoder_alone_may_be_compiled(interpreted, model, form):
-    inputs = prompt(tokens=20, padded=True)
+@pytest.mark.parametrize("form", ["torch.compile", "Module.compile", "a layer", "an attention"])
+def test_a_part_of_the_model_may_be_compiled(interpreted, model, form):
+    """A part below the decoder sees a padding mask only as a 4-D tensor of somebody else's."""
+    inputs = prompt(tokens=20, padded=form.endswith("compile"))
     expected = greedy(model, inputs)
+    (layer,) = model.model.layers
     if form == "torch.compile":
         model.model = compiled(model.model)
     else:
-        model.model.compile(backend="communitykv", options=EXACT)
+        part = {"a layer": layer, "an attention": layer.self_attn}.get(form, model.model)
+        part.compile(backend="communitykv", options=EXACT)
     assert torch.equal(greedy(model, inputs), expected)
     assert_every_step_was_sparse(model)
+
+
+def test_a_layer_alone_behind_a_padding_mask_is_dense_and_says_so(interpreted, model):
+    inputs = prompt(tokens=20, padded=True)
+    expected = greedy(model, inputs)
+    model.model.layers[0].compile(backend="communitykv", options=EXACT)
+    with pytest.warns(UserWarning, match="4-D tensor given by the caller"):
+        assert torch.equal(greedy(model, inputs), expected)
 
 
 # ---------------------------------------------------------------------- how it is compiled
@@ -130,6 +141,7 @@ def test_the_decoder_alone_may_be_compiled(interpreted, model, form):
         ({"dynamic": True}, "static"),
         ({"dynamic": False}, "static"),
         ({"fullgraph": True}, "dynamic"),
+        ({"fullgraph": True}, "static"),
     ],
     ids=str,
 )
@@ -163,6 +175,18 @@ def test_a_training_step_has_eagers_gradients_and_the_report_says_why_it_is_dens
     assert "gradients are recorded" in reasons[0]
 
 
+def test_an_input_that_requires_grad_has_eagers_gradient_though_no_weight_does(interpreted, model):
+    model.requires_grad_(False)
+    module, gradients = compiled(model), []
+    for one in (model, module):
+        embedded = model.get_input_embeddings()(prompt(tokens=12)["input_ids"]).requires_grad_()
+        one(inputs_embeds=embedded, use_cache=True).logits.square().mean().backward()
+        gradients.append(embedded.grad)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    (reasons,) = ckv_compile.explain(module, show=False).refused.values()
+    assert "gradients are recorded" in reasons[0]
+
+
 # ---------------------------------------------------------------------- what is generated
 
 
@@ -187,10 +211,13 @@ def test_a_static_cache_that_is_full_raises_as_in_eager(interpreted, model):
             greedy(module, prompt(tokens=20), past_key_values=cache)
 
 
-def test_a_prompt_in_chunks_is_indexed(interpreted, model):
-    inputs, module = prompt(tokens=40), compiled(model)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_prompt_in_chunks_is_indexed(interpreted, model, padded, cache):
+    inputs, module = prompt(tokens=40, padded=padded), compiled(model)
+    static = {"cache_implementation": "static"} if cache == "static" else {}
     expected = greedy(model, inputs)
-    assert torch.equal(greedy(module, inputs, prefill_chunk_size=16), expected)
+    assert torch.equal(greedy(module, inputs, prefill_chunk_size=16, **static), expected)
     explanation = ckv_compile.explain(module, show=False)
     assert (explanation.prefills, explanation.sparse_steps) == (2, 5)  # the last 8 tokens are a decode step
 

@@ -154,14 +154,19 @@ def test_two_caches_in_turn_keep_apart(interpreted):
     assert_every_step_was_sparse(module, 14)
 
 
-def test_rows_of_a_padded_batch_equal_their_single_runs(interpreted):
-    model = tiny_model("llama")
-    module = compiled(model)
-    batch = prompt(tokens=30, padded=True)
-    together = greedy(module, batch)
-    for row, pads in ((0, 3), (1, 0)):
+@pytest.mark.parametrize(("cache", "padding"), [("dynamic", (29, 17, 0)), ("static", (3, 0)), ("static", (29, 17, 0))])
+def test_rows_of_a_padded_batch_equal_their_single_runs(interpreted, cache, padding):
+    model = tiny_model("llama", num_hidden_layers=1)
+    module, static = compiled(model), {"cache_implementation": "static"} if cache == "static" else {}
+    batch = prompt(tokens=30, batch=len(padding))
+    for row, pads in enumerate(padding):
+        batch["input_ids"][row, :pads] = batch["attention_mask"][row, :pads] = 0
+    together = greedy(module, batch, **static)
+    for row, pads in enumerate(padding):
         single = {name: tensor[row : row + 1, pads:] for name, tensor in batch.items()}
-        assert torch.equal(greedy(module, single)[0], together[row, pads:])
+        assert torch.equal(greedy(module, single, **static)[0], together[row, pads:])
+        assert torch.equal(greedy(model, single)[0], together[row, pads:])
+    assert_every_step_was_sparse(module, 11 * (1 + len(padding)))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -180,22 +185,25 @@ def test_sliding_layers_stay_beside_full_ones_that_are_rewritten(interpreted, fa
     assert explanation.refused["model.layers.0.self_attn"][0].startswith("sliding window attention")
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "phi3"])
-def test_families_with_other_attention_are_right_and_reported(interpreted, family):
-    model = tiny_model(family)
-    inputs = prompt(tokens=20)
-    expected = greedy(model, inputs)
+@pytest.mark.parametrize("family", ["mistral_window", "phi3", "llama3_rope", "qwen3_moe", "olmo2", "granite", "cohere"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_families_are_right_and_reported(interpreted, family, implementation, cache):
+    model = tiny_model(family, implementation, num_hidden_layers=1)
+    inputs = prompt(tokens=80, padded=True)  # llama3_rope: its frequencies are for 64
+    static = {"cache_implementation": "static"} if cache == "static" else {}
+    expected = greedy(model, inputs, 6, **static)
     module = compiled(model)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        assert torch.equal(greedy(module, inputs), expected)
+        assert torch.equal(greedy(module, inputs, 6, **static), expected)
     explanation = ckv_compile.explain(module, show=False)
-    if family == "phi3":
-        assert explanation.sparse_steps == 11
-    else:
-        assert len(explanation.refused) == 2
+    if family == "mistral_window":
         assert explanation.sparse_steps == 0
-        assert any("sliding" in reason for reasons in explanation.refused.values() for reason in reasons)
+        assert [reason for reasons in explanation.refused.values() for reason in reasons if "sliding" in reason]
+    else:
+        assert_every_step_was_sparse(module, 5)
+        assert not explanation.refused
 
 
 @pytest.mark.parametrize(
@@ -233,8 +241,9 @@ def test_logits_equal_eager_to_1e_4(interpreted):
         torch.testing.assert_close(ours, eagers, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_tokens_equal_where_the_margin_exceeds_rounding(interpreted):
-    model = tiny_model("llama").to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_tokens_equal_where_the_margin_exceeds_rounding(interpreted, dtype):
+    model = tiny_model("llama").to(dtype)
     inputs = prompt(tokens=40)
     reference = copy.deepcopy(model).float()
     module = compiled(model)

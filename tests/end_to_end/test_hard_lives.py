@@ -494,14 +494,15 @@ def in_threads(*functions):
     return results
 
 
-def test_threads_generate_with_one_compiled_model(interpreted, model):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_threads_generate_with_one_compiled_model(interpreted, model, cache):
     module = compiled(model, workers=1)
+    static = {"cache_implementation": "static"} if cache == "static" else {}
     prompts = [prompt(tokens=30, seed=seed) for seed in (0, 1)]
     expected = [greedy(model, inputs, 16) for inputs in prompts]
-    greedy(module, prompts[0], 3)
-    for ours, eagers in zip(
-        in_threads(*(lambda inputs=inputs: greedy(module, inputs, 16) for inputs in prompts)), expected, strict=True
-    ):
+    greedy(module, prompts[0], 3, **static)
+    ran = in_threads(*(lambda inputs=inputs: greedy(module, inputs, 16, **static) for inputs in prompts))
+    for ours, eagers in zip(ran, expected, strict=True):
         assert torch.equal(ours, eagers)
 
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 import ckv_compile
 from ckv_compile.errors import PartitionError
@@ -72,6 +73,29 @@ def test_every_refused_layer_is_listed_with_a_reason(interpreted, family, change
     explanation = ckv_compile.explain(module, show=False)
     assert len(explanation.refused) == 2
     assert any(reason in text for reasons in explanation.refused.values() for text in reasons), explanation.refused
+
+
+@pytest.fixture
+def clipped_attention():
+    """An attention without a softmax, registered with transformers under this name."""
+
+    def attend(module, query, key, value, attention_mask, **_):
+        key, value = (states.repeat_interleave(module.num_key_value_groups, 1) for states in (key, value))
+        scores = query @ key.transpose(2, 3) * module.scaling
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        return (scores.relu() * seen @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("clipped", attend)
+    return "clipped"
+
+
+def test_a_model_without_an_attention_that_is_known_says_so(interpreted, clipped_attention):
+    model, inputs = tiny_model("llama", num_hidden_layers=1), prompt(tokens=20)
+    model.set_attn_implementation(clipped_attention)
+    module = compiled(model)
+    with pytest.warns(UserWarning, match="without any attention rewritten"):
+        assert torch.equal(generate(module, inputs), generate(model, inputs))
+    assert "no attention was found in any graph" in str(ckv_compile.explain(module, show=False))
 
 
 def test_a_model_whose_attention_was_never_rewritten_warns_once(interpreted):
