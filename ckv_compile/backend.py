@@ -23,7 +23,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import ckv_compile
 from ckv_compile import generate, recompile_limit, report
 from ckv_compile.config import CommunityConfig
-from ckv_compile.index_layout import assigns_tokens, in_blocks
 from ckv_compile.passes import graph_edit
 from ckv_compile.passes.group_projections import group_projections
 from ckv_compile.passes.index_expressions import memory_owner, mutated_argument
@@ -79,9 +78,8 @@ def communitykv(
         importlib.import_module("ckv_compile.lowering")  # registers the kernels; imports triton
         if plan.phase == "decode":
             record.grouped = group_projections(copied, config.group_projections)
-        elif assigns_tokens(config) and not in_blocks(config):
-            graphs = plan.geometry.num_graphs(config.graph_aggregation)
-            device_graph.warm_up(plan.geometry.device, plan.geometry.num_query_heads // graphs, config.kappa)
+        else:
+            device_graph.prepare(plan.geometry, config)
     log.info("rewrote %d attention layers of a %s graph (%s cache)", len(sites), plan.phase, record.cache)
     counts = _advances_counter(copied.graph, plan)
     record.cuda_graphs = CudaGraphs(

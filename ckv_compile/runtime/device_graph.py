@@ -38,12 +38,14 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckv_compile.community.graph import TokenGraph, graph_of_joint_csr
 from ckv_compile.config import CommunityConfig
+from ckv_compile.index_layout import in_blocks
 from ckv_compile.runtime import outbox
 from ckv_compile.runtime.outbox import Parcel
 
@@ -117,6 +119,13 @@ class JointGraphs:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.indptr, self.indices, self.weights, self.dropped, self.key_scale
+
+
+def prepare(geometry: Any, config: CommunityConfig) -> None:
+    """A prefill of that geometry is about to be compiled: have what it needs compiled, too, if it builds token graphs."""
+    if not in_blocks(config):
+        graphs = geometry.num_graphs(config.graph_aggregation)
+        warm_up(geometry.device, geometry.num_query_heads // graphs, config.kappa)
 
 
 @functools.cache

@@ -363,8 +363,8 @@ def test_a_partition_that_was_overtaken_is_dropped(interpreted, model, monkeypat
     finished = []
     original = sequences.Sequence._submit
 
-    def keep(self, layer, start, stop, *args):
-        original(self, layer, start, stop, *args)
+    def keep(self, layer, start, stop, *args, **kwargs):
+        original(self, layer, start, stop, *args, **kwargs)
         finished.append(self.inbox[-1])
 
     monkeypatch.setattr(sequences.Sequence, "_submit", keep)
