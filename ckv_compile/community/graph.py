@@ -601,5 +601,7 @@ def extended_graph(
         weight = np.concatenate([weight, more[2] * graph.key_scale])
     base = graph.base if isinstance(graph, ExtendedGraph) else graph
     known = (graph.edge, graph.weight) if isinstance(graph, ExtendedGraph) else (low[:0], weight[:0])
-    later = _joined_edges(*known, low, high, weight, base.strength, graph.num_nodes + count)
-    return ExtendedGraph(base, *later, graph.dropped + int(dropped))
+    edge, weight, indptr, indices, values, strength = _joined_edges(
+        known[0], known[1], low, high, weight, base.strength, graph.num_nodes + count
+    )
+    return ExtendedGraph(base, edge, weight, indptr, indices, values, strength, graph.dropped + int(dropped))
