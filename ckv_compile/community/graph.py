@@ -599,9 +599,11 @@ def extended_graph(
         more = _edges_of_later_lists(keys, np.ones(keys.shape, np.float32), position, first, 1.0)
         low, high = np.concatenate([low, more[0]]), np.concatenate([high, more[1]])
         weight = np.concatenate([weight, more[2] * graph.key_scale])
-    base = graph.base if isinstance(graph, ExtendedGraph) else graph
-    known = (graph.edge, graph.weight) if isinstance(graph, ExtendedGraph) else (low[:0], weight[:0])
+    if isinstance(graph, ExtendedGraph):
+        base, edge, earlier = graph.base, graph.edge, graph.weight
+    else:
+        base, edge, earlier = graph, low[:0], weight[:0]
     edge, weight, indptr, indices, values, strength = _joined_edges(
-        known[0], known[1], low, high, weight, base.strength, graph.num_nodes + count
+        edge, earlier, low, high, weight, base.strength, graph.num_nodes + count
     )
     return ExtendedGraph(base, edge, weight, indptr, indices, values, strength, graph.dropped + int(dropped))

@@ -83,14 +83,15 @@ class LayerParts:
 
 def _own(pieces: list[EdgePiece], graph: int, graphs: int) -> EdgePiece:
     """The lists of one graph, of consecutive pieces: ``[B, heads, m, kappa]`` and, of "mixed", ``[B, 1, m, kappa]``."""
-    heads = np.asarray(pieces[0].arrays().neighbor).shape[1] // graphs
+    pieces = [piece.arrays() for piece in pieces]
+    heads = pieces[0].neighbor.shape[1] // graphs
 
     def cut(piece: EdgePiece) -> EdgePiece:
         own, keys = slice(graph * heads, (graph + 1) * heads), piece.key_neighbor
         keys = None if keys is None else keys[:, graph : graph + 1]
         return EdgePiece(piece.neighbor[:, own], piece.weight[:, own], keys, piece.tokens)
 
-    return joined_pieces([cut(piece.arrays()) for piece in pieces])
+    return joined_pieces([cut(piece) for piece in pieces])
 
 
 def partition_edges(

@@ -87,6 +87,8 @@ def test_barbell_with_a_heavy_edge_has_no_disconnected_community(barbell, gamma,
     apart[10] = 1
     assert not is_connected(barbell, apart)
     assert is_connected(barbell, leiden(barbell, gamma=gamma, initial=apart))
+    # A community that no node leaves or joins stays as it is: at 5.0 none does.
+    assert is_connected(barbell, seeded(barbell, apart, np.array([10]), gamma=gamma)) == (gamma < 5.0)
     moved = seeded(barbell, np.zeros(11, np.int32), np.array([10]), gamma=gamma)
     assert is_connected(barbell, moved)
     assert (len(np.unique(moved)) > 2) == (gamma == 5.0)  # where the bridge leaves, it leaves two cliques behind
