@@ -296,10 +296,14 @@ class Sequence:
         elif edges.kept is not None:
             self._offer_repair(layer)
 
+    def jobs_under_way(self) -> int:
+        """Jobs that wait or run."""
+        with self._pending_lock:
+            return sum(not ticket.done for ticket in self.pending)
+
     def under_way(self) -> bool:
         """Whether a partition is being made, or has come back and is not published."""
-        with self._pending_lock:
-            return bool(self.inbox) or bool(self.waiting) or not all(ticket.done for ticket in self.pending)
+        return self.jobs_under_way() > 0 or bool(self.inbox) or bool(self.waiting)
 
     def keep(self, finished: Finished) -> None:
         """A partition of a whole layer was published: what the next one starts from."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LAYERS = 1  # offered between two steps
 PART = 2  # every layer has its turn within this part of the tokens after which there is more
+# Repairs under way at a time. Each is many short native calls, after each of which a worker wants the GIL: with eleven at
+# a time steps of Qwen3-8B at 131k tokens took 8 to 11 ms on an H200, with three 5.9, without any 5.7.
+REPAIRS = 3
 
 
 class Turns:
@@ -123,9 +126,11 @@ def _offer_refresh(sequence: Sequence) -> int:
             return 0
         turns.refreshing.extend((layer, anew) for layer in range(turns.num_layers))
     layers = min(turns.offered, len(turns.refreshing))
+    if not turns.refreshing[0][1] and not config.deterministic:
+        layers = min(layers, REPAIRS - sequence.jobs_under_way())
     for _ in range(layers):
         sequence.refresh(*turns.refreshing.popleft())
-    return layers
+    return max(0, layers)
 
 
 def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:

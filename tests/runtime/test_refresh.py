@@ -173,6 +173,31 @@ def test_layers_are_refreshed_one_after_another(monkeypatch):
 
 
 @pytest.mark.usefixtures("layers_at_once")
+def test_few_repairs_run_at_a_time(monkeypatch):
+    """Each wants the GIL again and again, so many of them slow the thread that launches steps."""
+    goes_on, began, original = threading.Event(), [], jobs.repair_edges
+
+    def repair(*args, **kwargs):
+        began.append(args[0])
+        assert goes_on.wait(60)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(jobs, "repair_edges", repair)
+    monkeypatch.setattr(turns, "REPAIRS", 1)
+    story = Story(attention_config(workers=2))
+    story.sequence.wait()
+    story.steps(30)
+    assert story.sequence.jobs_under_way() == len(began) == 1
+    goes_on.set()
+    story.sequence.wait()
+    story.steps(1)
+    story.sequence.wait()
+    story.sequence.publish()
+    assert len(began) == 2
+    assert all(marks[-1][0] > PROMPT for marks in story.sequence.index.marks)
+
+
+@pytest.mark.usefixtures("layers_at_once")
 def test_without_repairs_only_warm_passes_run(monkeypatch):
     monkeypatch.setattr(jobs, "repair_edges", None)
     story = Story(attention_config(repair_interval=0))

@@ -73,7 +73,7 @@ class Case:
         assert out.dtype == self.query.dtype
         assert neighbor.dtype == torch.int32
         assert out.isfinite().all()
-        rounding = 2**-23 * largest  # of a score, and so relative to a weight
+        rounding = 2**-22 * largest  # of a score, a sum of many products, and of its scale: so relative to a weight
         allowed = 2e-6 + rounding if out.dtype == torch.float32 else 0.75 * torch.finfo(out.dtype).eps
         assert (out.double() - want).norm() <= allowed * want.norm()
         listed = neighbor >= 0
