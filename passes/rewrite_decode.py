@@ -36,6 +36,7 @@ from ckv_compile.passes.rewrite_plan import (
     size_reader,
     static_sizes,
 )
+from ckv_compile.passes.step_inputs import replace_counts, replace_padding
 from ckv_compile.policies import GroupPolicy, TokenPolicy, policy_of
 from ckv_compile.policies.neighborhoods import edges_of
 
@@ -85,7 +86,6 @@ def rewrite_decode(
 
     past, kv_outputs = [], []
     if cache is Cache.DYNAMIC:
-        _replace_past_length(graph, sites, state["length"])
         past = [inputs.index(node) for site in sites for node in (site.past_key, site.past_value)]
         kv_outputs = [outputs.index(node) for site in sites for node in (site.key_cache, site.value_cache)]
         with graph.inserting_before(graph_edit.output_node(graph)):
@@ -93,6 +93,15 @@ def rewrite_decode(
         advanced.meta["example_value"] = state["length"].meta["example_value"]
     kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
+    graph_edit.erase_dead(graph, frozenset(state.values()))
+    counts = _replace_counts(graph, sites, inputs, outputs, state, static_length)
+    counted = {
+        place: (inputs.index(node), more) for node, added in counts.items() for place, more in added.items()
+    }  # fmt: skip
+    kept_outputs = [i for i in kept_outputs if i not in counted]
+    graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
+    if cache is Cache.DYNAMIC and sites[0].padding is not None:
+        replace_padding(graph, sites[0].padding, state["first"])
     graph_edit.erase_dead(graph, frozenset(state.values()))
     graph.lint()
     gm.recompile()
@@ -124,6 +133,8 @@ def rewrite_decode(
         num_new=lambda args: queries,
         queries=queries,
         symbolic=graph_edit.symbolic_nodes(graph),
+        counts=sorted(inputs.index(node) for node in counts),
+        counted=counted,
     )
 
 
@@ -304,33 +315,22 @@ def _assign(graph: fx.Graph, sites: list[AttentionSite], state: dict[str, fx.Nod
     graph_edit.set_example_values(graph, [picked, *edges, assigned])
 
 
-def _replace_past_length(graph: fx.Graph, sites: list[AttentionSite], length: fx.Node) -> None:
-    """Position arithmetic of a loop that passes no position_ids: ``arange(q) + past_length`` reads the device length.
+def _replace_counts(
+    graph: fx.Graph, sites: list[AttentionSite], inputs: list[fx.Node], outputs: list, state: dict[str, fx.Node],
+    static_length: int | None,
+) -> dict[fx.Node, dict[int, int]]:  # fmt: skip
+    """Integers that count the cached tokens become the counter on the device; what ``replace_counts`` returns."""
+    left = [node for node in inputs if node in graph.nodes]
+    if static_length is not None:
+        return replace_counts(graph, left, outputs, inputs[static_length])
+    cached = _hint(sites[0].past_key.meta["example_value"].shape[2])
+    return replace_counts(
+        graph, [node for node in left if _hint(node.meta["example_value"]) == cached], outputs, state["length"]
+    )
 
-    Only additions of a tensor and exactly the past length are touched; anything else keeps its symbol.
-    """
-    past = {shape_of(node)[2] for site in sites for node in (site.past_key, site.past_value)}
-    device = length.meta["example_value"].device
-    replaced = None
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (operator.add, torch.add) or len(node.args) != 2:
-            continue
-        for position, arg in enumerate(node.args):
-            other = node.args[1 - position]
-            if not (isinstance(arg, fx.Node) and isinstance(other, fx.Node)):
-                continue
-            value, other_value = arg.meta.get("example_value"), other.meta.get("example_value")
-            if (
-                isinstance(value, torch.SymInt)
-                and value.node.expr in past
-                and isinstance(other_value, torch.Tensor)
-                and other_value.dtype == torch.int64
-                and other_value.dim() == 1
-                and other_value.device == device
-            ):
-                if replaced is None:
-                    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-                        replaced = graph.call_method("to", (length, torch.int64))
-                    with graph_edit.fake_mode_of(graph):
-                        replaced.meta["example_value"] = length.meta["example_value"].to(torch.int64)
-                node.update_arg(position, replaced)
+
+def _hint(size: object) -> int | None:
+    """The size in the call that was traced; reading it adds no guard. None if it is no number or not known."""
+    if isinstance(size, torch.SymInt):
+        return size.node.hint if size.node.has_hint() else None
+    return size if isinstance(size, int) else None

@@ -35,6 +35,7 @@ NOT_LEFT_PADDING = "the padding mask is not left padding"
 NOT_CAUSAL = "the mask is not causal with left padding"
 OTHER_BLOCKS = "the block mask of flex_attention is not causal with left padding"
 UNEVEN_LAYERS = "the layers hold different numbers of cached tokens"
+OTHER_COUNT = "a layer with a sliding window counts other tokens than the others hold"
 
 
 @functools.cache
@@ -155,6 +156,8 @@ class GraphRunner:
     def _decode(self, args, statistics):
         captured = cuda_graphs.capturing()
         past = self._past(args)
+        if self._counts_otherwise(args, past[0].shape[2]):
+            return self._run_dense(args, statistics, OTHER_COUNT)
         sequence, slab = self._known(past)
         if sequence is not None and sequence.length + self._new > slab.capacity:
             sequence = slab = None
@@ -189,7 +192,7 @@ class GraphRunner:
             sequence.length += self._new
             if not captured:
                 sequence.offer_appended()
-            return self._outputs(self.graphs.keep(results, args), slab.views(sequence.length))
+            return self._outputs(self.graphs.keep(results, args), slab.views(sequence.length), args)
         except BaseException:
             # The step may have ended or not: the length on the device must be the one that the host knows.
             if not captured:
@@ -320,6 +323,8 @@ class GraphRunner:
             sequence, known = self._static_sequence(key, batch, first, length, statistics)
             if self._verifies_later and (self._masked or not self.counts):
                 sequence.judged()
+        if self._counts_otherwise(args, sequence.length):
+            return self._run_dense(args, statistics, OTHER_COUNT)
         sequence.account_to(statistics)
         sequence.keys = keys.__getitem__
         if self.config.centroid_budget:
@@ -339,7 +344,7 @@ class GraphRunner:
                 sequence.offer_appended()
         finally:
             sequence.keys = sequence.values = None
-        return self._outputs(self.graphs.keep(results, args), [])
+        return self._outputs(self.graphs.keep(results, args), [], args)
 
     def _static_sequence(
         self, key: torch.Tensor, batch: int, first: list[int], length: int, statistics
@@ -493,10 +498,16 @@ class GraphRunner:
         statistics.dense(reason)
         return self.dense(*args)
 
-    def _outputs(self, results: Arguments, views: list[torch.Tensor]) -> list:
+    def _counts_otherwise(self, args, length: int) -> bool:
+        """Whether an integer that the graph takes for the ``length`` of the cache is another one."""
+        return any(args[position] != length for position in self.plan.counts)
+
+    def _outputs(self, results: Arguments, views: list[torch.Tensor], args: Arguments = ()) -> list:
         outputs: list = [None] * self.plan.num_outputs
         for position, result in zip(self.plan.kept_outputs, results, strict=True):
             outputs[position] = result
         for position, view in zip(self.plan.kv_outputs, views, strict=True):
             outputs[position] = view
+        for position, (source, more) in self.plan.counted.items():
+            outputs[position] = args[source] + more
         return outputs

@@ -170,6 +170,25 @@ def test_addresses_repeat_so_a_second_generation_records_nothing(model):
     assert recorded[-1] == recorded[-2]
 
 
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(("family", "implementation"), [("gemma3", "sdpa"), ("gpt_oss", "eager")])
+def test_a_step_beside_sliding_windows_is_recorded_once(family, implementation, padded):
+    """Whatever their counters and masks say: another number, or another size, would be another graph to record."""
+    from torch._inductor import cudagraph_trees
+
+    model = tiny_model(family, implementation).cuda()
+    inputs = {name: tensor.cuda() for name, tensor in prompt(tokens=40, padded=padded).items()}
+    module, functions, recorded = compiled(model), [], []
+    for count in (8, 8, 40):
+        expected = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        assert torch.equal(module.generate(**inputs, max_new_tokens=count, do_sample=False), expected)
+        manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
+        functions.append(len(manager.ids_to_funcs))
+        recorded.append(sum(len(nodes) for nodes in manager.roots.values()))
+    assert functions[2] == functions[1]
+    assert recorded[2] == recorded[1]
+
+
 @pytest.mark.parametrize("append", ["attend", "assign"])
 def test_512_greedy_tokens_within_the_budget_are_those_of_dense_steps(append):
     model = tiny_model("llama", max_position_embeddings=1024).cuda()

@@ -1,0 +1,68 @@
+"""Layers with a sliding window beside full ones: no number of the host and no mask that grows is read at a step.
+
+A CUDA graph is of one value of an integer and one size of a tensor, so that either would mean another one for each token.
+"""
+
+import pytest
+import torch
+import transformers
+
+import ckv_compile
+from ckv_compile import backend
+from ckv_compile.passes import graph_edit
+from ckv_compile.runtime.runner import OTHER_COUNT
+from ckv_compile.testing import prompt, tiny_model
+
+OPTIONS = {"min_context": 0, "workers": 0, "num_sink_tokens": 1, "recent_window": 2, "budget": 64}
+FAMILIES = [("gemma3", "sdpa"), ("gpt_oss", "eager")]
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Of the inputs of every rewritten graph; a number of the host has none."""
+    found = []
+
+    def compile_nothing(gm, *_args, **_kwargs):
+        values = [node.meta["example_value"] for node in graph_edit.placeholders(gm.graph)]
+        found.append([value.shape if isinstance(value, torch.Tensor) else value for value in values])
+        return gm.forward
+
+    monkeypatch.setattr(backend, "_compile", compile_nothing)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(("family", "implementation"), FAMILIES)
+def test_no_number_of_the_host_is_read_at_a_step(sizes, family, implementation, cache, padded):
+    model, given = tiny_model(family, implementation), prompt(tokens=40, padded=padded)
+    given |= {"max_new_tokens": 24, "do_sample": False}
+    given |= {"cache_implementation": "static"} if cache == "static" else {}
+    expected = model.generate(**given)
+    module = torch.compile(model, backend="communitykv", options=OPTIONS)
+    assert torch.equal(module.generate(**given), expected)
+    explanation = ckv_compile.explain(model, show=False)
+    assert explanation.sparse_steps == explanation.decode_steps == 23
+    for inputs in sizes[1:]:  # of steps, whose windows are full
+        assert all(isinstance(one, torch.Size) for one in inputs)
+        assert not any(map(graph_edit.has_symbol, inputs))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_window_that_counts_otherwise_is_a_dense_step():
+    """Somebody moved the counter of a sliding layer by hand: the step is what the model makes of it."""
+    model, found = tiny_model("gemma3"), []
+    given = prompt(tokens=30)
+    for module in (model, torch.compile(model, backend="communitykv", options=OPTIONS)):
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            module(input_ids=given["input_ids"], past_key_values=cache, use_cache=True)
+            for number in range(4):
+                if number == 2:
+                    cache.layers[0].cumulative_length += 3
+                ids = given["input_ids"][:, number : number + 1].clone()
+                found.append(module(input_ids=ids, past_key_values=cache, use_cache=True).logits)
+    for theirs, ours in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert ckv_compile.explain(model, show=False).dense_steps[OTHER_COUNT] >= 1
