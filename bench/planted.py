@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckv_compile.config import CommunityConfig
+from ckv_compile.passes.rewrite_plan import AttentionGeometry
 from ckv_compile.runtime.sequence import Sequence
 
 LOCAL, HUBS = 0.55, 0.05  # parts of the slots of a list
@@ -67,23 +70,39 @@ def planted_lists(
     return neighbor, torch.where(neighbor >= 0, weight, 0.0)
 
 
+_made: dict[tuple, tuple[Tensor, Tensor]] | None = None  # the newest, while lists are planted
+
+
+def make_ready(geometry: AttentionGeometry, config: CommunityConfig, tokens: int) -> None:
+    """Where lists are planted: make those of a prompt of so many tokens, a second's work, before a clock runs."""
+    if _made is not None and config.graph != "keys":
+        heads = geometry.num_query_heads, geometry.num_kv_heads
+        _lists_of(*heads, tokens, config.kappa, config.num_sink_tokens, geometry.device)
+
+
+def _lists_of(*wanted: Any) -> tuple[Tensor, Tensor]:
+    assert _made is not None
+    if wanted not in _made:
+        _made.clear()
+        _made[wanted] = planted_lists(*wanted)
+    return _made[wanted]
+
+
 @contextlib.contextmanager
 def planted_edges() -> Iterator[None]:
     """Prompts that begin a cache are partitioned by planted lists instead of their own."""
-    original, made = Sequence.offer, {}
+    global _made
+    original = Sequence.offer
 
     def offer(self: Sequence, layer: int, key: Tensor, length: int, num_new: int, neighbor, weight) -> None:
         if neighbor is not None and length == 0 and neighbor.shape[0] == 1:
             _, heads, tokens, kappa = neighbor.shape
-            wanted = heads, self.geometry.num_kv_heads, tokens, kappa, self.config.num_sink_tokens, neighbor.device
-            if wanted not in made:
-                made.clear()
-                made[wanted] = planted_lists(*wanted)
-            neighbor, weight = made[wanted]
+            sinks = self.config.num_sink_tokens
+            neighbor, weight = _lists_of(heads, self.geometry.num_kv_heads, tokens, kappa, sinks, neighbor.device)
         original(self, layer, key, length, num_new, neighbor, weight)
 
-    Sequence.offer = offer  # type: ignore[method-assign]
+    Sequence.offer, _made = offer, {}  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Sequence.offer = original  # type: ignore[method-assign]
+        Sequence.offer, _made = original, None  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from rich.console import Console
 import ckv_compile.backend
 from bench.decode_layer import fill_index, fill_slab
 from bench.dense_step import SHAPES, DenseStep, cache_argument, fastest_form, random_model
+from bench.planted import make_ready
 from bench.timing import capture, interleaved, synchronize, timing
 from ckv_compile.config import CommunityConfig
 from ckv_compile.passes.rewrite_plan import AttentionGeometry
@@ -199,6 +200,7 @@ class ModelBench:
         """
         args, cuda = self.args, self.device.startswith("cuda")
         self.free()
+        make_ready(self.geometry, self.config, context)
         inputs = self.prompt(context)
         ours, tokens = model is self.compiled, new_tokens or args.new_tokens
         before = ckv_compile.explain(self.model, show=False) if ours else None
