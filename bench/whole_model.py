@@ -246,11 +246,8 @@ def filled_cache(model: torch.nn.Module, tensors: list[torch.Tensor]) -> transfo
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
             batch, heads, _, dim = tensors[0].shape
-            shape = (batch, heads, layer.sliding_window, dim)
-            # All but the first of a window, as the layer's own update leaves them.
-            key, value = (
-                torch.randn(shape, dtype=tensors[0].dtype, device=tensors[0].device)[:, :, 1:] for _ in range(2)
-            )
+            shape = (batch, heads, layer.sliding_window - 1, dim)  # the next token completes the window
+            key, value = (torch.randn(shape, dtype=tensors[0].dtype, device=tensors[0].device) for _ in range(2))
             layer.cumulative_length = tensors[0].shape[2]
         else:
             key, value = next(given), next(given)

@@ -36,7 +36,7 @@ from ckv_compile.passes.rewrite_plan import (
     size_reader,
     static_sizes,
 )
-from ckv_compile.passes.step_inputs import replace_counts, replace_padding
+from ckv_compile.passes.window_layers import let_windows_go, replace_counts, replace_padding
 from ckv_compile.policies import GroupPolicy, TokenPolicy, policy_of
 from ckv_compile.policies.neighborhoods import edges_of
 
@@ -102,6 +102,7 @@ def rewrite_decode(
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
     if cache is Cache.DYNAMIC and sites[0].padding is not None:
         replace_padding(graph, sites[0].padding, state["first"])
+    let_windows_go(graph)
     graph_edit.erase_dead(graph, frozenset(state.values()))
     graph.lint()
     gm.recompile()

@@ -25,6 +25,7 @@ from ckv_compile.passes.rewrite_plan import (
     size_reader,
     static_sizes,
 )
+from ckv_compile.passes.window_layers import let_windows_go
 from ckv_compile.policies import policy_of
 
 ckv = torch.ops.ckv
@@ -65,6 +66,7 @@ def rewrite_prefill(gm: fx.GraphModule, sites: list[AttentionSite], config: Comm
         static_keys = [where.index(site.key_cache) for site in sites]
     kept_outputs = [i for i in range(len(outputs)) if i not in kv_outputs]
     graph_edit.output_node(graph).args = (tuple(outputs[i] for i in kept_outputs),)
+    let_windows_go(graph)
     graph_edit.erase_dead(graph, frozenset(state.values()))
     graph.lint()
     gm.recompile()

@@ -13,7 +13,7 @@ from ckv_compile.passes import graph_edit
 from ckv_compile.runtime.runner import OTHER_COUNT
 from ckv_compile.testing import prompt, tiny_model
 
-OPTIONS = {"min_context": 0, "workers": 0, "num_sink_tokens": 1, "recent_window": 2, "budget": 64}
+OPTIONS = {"min_context": 0, "workers": 0, "num_sink_tokens": 1, "recent_window": 2, "budget": 128}
 FAMILIES = [("gemma3", "sdpa"), ("gpt_oss", "eager")]
 
 
@@ -44,9 +44,27 @@ def test_no_number_of_the_host_is_read_at_a_step(sizes, family, implementation, 
     assert torch.equal(module.generate(**given), expected)
     explanation = ckv_compile.explain(model, show=False)
     assert explanation.sparse_steps == explanation.decode_steps == 23
-    for inputs in sizes[1:]:  # of steps, whose windows are full
-        assert all(isinstance(one, torch.Size) for one in inputs)
-        assert not any(map(graph_edit.has_symbol, inputs))
+    if cache == "dynamic":
+        longer = given | prompt(tokens=50, padded=padded)
+        assert torch.equal(module.generate(**longer), model.generate(**longer))
+        graphs = [graph.phase for graph in ckv_compile.explain(model, show=False).captured]
+        assert graphs.count("decode") == 1, "for all lengths of prompts, and all steps"
+    step = sizes[1]  # windows are full
+    assert all(isinstance(one, torch.Size) for one in step)
+    assert not any(map(graph_edit.has_symbol, step))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_window_does_not_keep_the_whole_prompt_alive():
+    model, given = tiny_model("gemma3"), prompt(tokens=30)["input_ids"]
+    module = torch.compile(model, backend="communitykv", options=OPTIONS)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for ids in (given, given[:, :1].clone()):
+            module(input_ids=ids, past_key_values=cache, use_cache=True)
+            for tensor in (cache.layers[0].keys, cache.layers[0].values):
+                assert tensor.shape[2] == 7
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckv_compile.passes import graph_edit
-from ckv_compile.passes.step_inputs import replace_counts, replace_padding
+from ckv_compile.passes.window_layers import replace_counts, replace_padding
 from ckv_compile.testing import capture_call
 
 

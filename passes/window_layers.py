@@ -1,4 +1,4 @@
-"""What layers that stay as they are read of the host at every decode step, from the device's state instead.
+"""What layers with a sliding window, which stay as they are, read and leave at every step: so that all steps are alike.
 
 A sliding-window layer makes its mask of a count of tokens, which dynamo hands over as an integer, and of the padding mask,
 which has one column more at every step. A CUDA graph is of one value of an integer and of one size of a tensor: with these
@@ -149,6 +149,35 @@ class _Tensors:
             node = self.graph.call_function(function, args)
         graph_edit.set_example_values(self.graph, [node])
         return node
+
+
+# ---------------------------------------------------------------------- windows
+
+
+def let_windows_go(graph: fx.Graph) -> None:
+    """Outputs that are the last tokens of a K or V [B, H, n, D] become tensors of their own, contiguous.
+
+    As views they keep all n tokens alive, and their strides are those of n: dynamo compiled a step anew for each length of
+    a prompt, and once more for the step behind it.
+    """
+    output = graph_edit.output_node(graph)
+    for node in dict.fromkeys(output.args[0]):
+        if isinstance(node, fx.Node) and _is_window(node):
+            with graph.inserting_before(output):
+                own = graph.call_method("contiguous", (node,))
+            with graph_edit.fake_mode_of(graph):
+                own.meta["example_value"] = node.meta["example_value"].contiguous()
+            output.replace_input_with(node, own)
+
+
+def _is_window(node: fx.Node) -> bool:
+    if node.target is not operator.getitem or not is_tensor(node) or not isinstance(node.args[1], tuple):
+        return False
+    index = node.args[1]
+    if node.meta["example_value"].dim() != 4 or len(index) < 3 or not isinstance(index[2], slice):
+        return False
+    last = isinstance(index[2].start, int) and index[2].start < 0 and index[2].stop is None
+    return last and all(one == slice(None) for place, one in enumerate(index) if place != 2)
 
 
 # ---------------------------------------------------------------------- padding
