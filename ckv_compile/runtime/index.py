@@ -430,6 +430,20 @@ class Packed:
         """Numbers of ``joint`` that an index with or without labels needs: start, size, member; then weight, label."""
         return len(self.joint) if labels else 2 * self.start.numel() + self.member.numel()
 
+    def of_rows(self, rows: list[int]) -> Packed:
+        """The same of these rows: row i is what row ``rows[i]`` was. In memory of the same kind."""
+        joint = torch.empty_like(self.joint, pin_memory=self.joint.is_pinned())
+        parts, begin = [], 0
+        for part in (self.start, self.size, self.member, self.weight.view(torch.int32), self.label):
+            new = joint[begin : begin + part.numel()].view(part.shape)
+            parts.append(torch.index_select(part, 0, torch.tensor(rows), out=new))
+            begin += part.numel()
+        start, size, member, weight, label = parts
+        graphs = self.start.shape[1]
+        filled = [self.filled[row * graphs + graph] for row in rows for graph in range(graphs)]
+        gamma = self.gamma[rows]
+        return Packed(start, size, member, label, weight.view(torch.float32), gamma, joint, filled, self.counts)
+
     @classmethod
     def of(cls, partitions: list[list], device: torch.device) -> Packed:
         rows, graphs = len(partitions), len(partitions[0])

@@ -24,6 +24,7 @@ class Registry:
         self._by_storage: dict[int, Sequence] = {}
         self._memory: dict[str, ResolutionMemory] = {}
         self._lock = threading.RLock()
+        self.orphan: Sequence | None = None  # of the static cache of several rows that died last
         self._abandoned: collections.deque[Sequence] = collections.deque()  # what they counted is still to be read
 
     def memory(self, config: CommunityConfig) -> ResolutionMemory:
@@ -47,6 +48,7 @@ class Registry:
         with self._lock:
             sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
+                self.forget_orphan()
                 self._settle_abandoned()
                 keys, values = _layers_of(weakref.ref(slab))
                 sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
@@ -98,26 +100,50 @@ class Registry:
             if sequence is None or self._by_storage.get(cdata) is not sequence:
                 return
             del self._by_storage[cdata]
-        self._abandon(sequence)
+            if sequence.may_move():
+                sequence, self.orphan = self.orphan, sequence
+        if sequence is not None:
+            self._abandon(sequence)
+
+    def adopt_orphan(self, key: torch.Tensor) -> None:
+        """The rows of the static cache that died last are in this one."""
+        with self._lock:
+            sequence, self.orphan = self.orphan, None
+        assert sequence is not None
+        sequence.version = key._version
+        self.bind_static(key, sequence)
+
+    def forget_orphan(self) -> None:
+        """Another cache begins: nobody moves the rows of the one that died any more."""
+        with self._lock:
+            sequence, self.orphan = self.orphan, None
+        if sequence is not None:
+            self._abandon(sequence)
 
     # ------------------------------------------------------------------ all of them
 
     def sequences(self) -> list[Sequence]:
+        """Of all caches that live."""
         with self._lock:
             return [*self._by_slab.values(), *self._by_storage.values()]
 
+    def _all(self) -> list[Sequence]:
+        orphan = self.orphan
+        return self.sequences() if orphan is None else [*self.sequences(), orphan]
+
     def audit(self) -> None:
         """Tell every statistics what is known by now of steps that were not what they were taken for."""
-        for sequence in [*self._abandoned, *self.sequences()]:
+        for sequence in [*self._abandoned, *self._all()]:
             sequence.audit()
 
     def settle(self) -> None:
         """Move what the device counted for every cache, gone ones too, into the statistics. Waits for the device."""
         self._settle_abandoned()
-        for sequence in self.sequences():
+        for sequence in self._all():
             sequence.settle()
 
     def free_memory(self) -> None:
+        self.forget_orphan()
         self._settle_abandoned()
         self.pool.free_memory()
 

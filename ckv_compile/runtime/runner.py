@@ -23,7 +23,7 @@ import torch
 
 from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime import cuda_graphs, reorder
 from ckv_compile.runtime.block_lists import visits_causal
 from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.padding import left_padding, padding_of_given
@@ -221,6 +221,8 @@ class GraphRunner:
         if sequence is None:
             sequence, slab = self._cropped(past, length)
         if sequence is None:
+            sequence, slab = self._reordered(past, batch, length, statistics)
+        if sequence is None:
             slab = REGISTRY.pool.take(plan.geometry, batch, length + new)
             for view, tensor in zip(slab.views(length), past, strict=True):
                 view.copy_(tensor)
@@ -256,6 +258,29 @@ class GraphRunner:
         sequence.truncate(length)
         return sequence, slab
 
+    def _reordered(self, past: Arguments[torch.Tensor], batch: int, length: int, statistics):
+        """The sequence of a cache that nobody holds any more, if all rows of this one are rows of it.
+
+        It stays in its slab, reserved, into which K and V are copied in their new order.
+        """
+        pool = REGISTRY.pool
+        for slab in pool.slabs():
+            sequence = REGISTRY.sequence_of(slab)
+            if sequence is None or sequence.length != length or not self._fits(sequence, batch, slab.capacity):
+                continue
+            if not pool.reserve(slab):
+                continue
+            rows = reorder.row_map(slab.views(length)[-2], past[-2])
+            if rows is None:
+                slab.reserved = False
+                continue
+            for view, tensor in zip(slab.views(length), past, strict=True):
+                view.copy_(tensor)
+            reorder.follow(sequence, rows)
+            statistics.reordered += 1
+            return sequence, slab
+        return None, None
+
     # ------------------------------------------------------------------ static caches
 
     def _static_prefill(self, args, statistics):
@@ -271,7 +296,7 @@ class GraphRunner:
             self._begin(sequence, statistics, first)
         else:
             keys = [args[i] for i in plan.static_keys]
-            sequence, _ = self._static_sequence(keys[0], batch, first, length, statistics)
+            sequence, _ = self._static_sequence(keys, batch, first, length, statistics)
             sequence.keys = keys.__getitem__
         sequence.length_host.fill_(length)
         try:
@@ -289,7 +314,7 @@ class GraphRunner:
         for key in keys:
             # Compiled prefill makes these buffers itself, so the cache's own marking never ran.
             torch._dynamo.mark_static_address(key)
-        self._remember_static(keys[0], None, sequence)
+        self._remember_static(keys, None, sequence)
         return results
 
     def _static_decode(self, args, statistics):
@@ -317,7 +342,7 @@ class GraphRunner:
                 return self._run_dense(args, statistics, NOT_CAUSAL)
             if sequence is not None and sequence.captured and sequence.length < length:
                 sequence.length = length  # by replays of the caller's, which wrote nothing but new tokens
-            sequence, known = self._static_sequence(key, batch, first, length, statistics)
+            sequence, known = self._static_sequence(keys, batch, first, length, statistics)
             if self._verifies_later and (self._masked or not self.counts):
                 sequence.judged()
         sequence.account_to(statistics)
@@ -334,7 +359,7 @@ class GraphRunner:
                 *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)
             )
             sequence.length += self._new
-            self._remember_static(key, counter, sequence)
+            self._remember_static(keys, counter, sequence)
             if not captured:
                 sequence.offer_appended()
         finally:
@@ -342,12 +367,18 @@ class GraphRunner:
         return self._outputs(self.graphs.keep(results, args), [])
 
     def _static_sequence(
-        self, key: torch.Tensor, batch: int, first: list[int], length: int, statistics
+        self, keys: list[torch.Tensor], batch: int, first: list[int], length: int, statistics
     ) -> tuple[Sequence, bool]:
         """The sequence of a static cache that holds ``length`` tokens, and whether it knew them; else it begins anew."""
+        key = keys[0]
         sequence = REGISTRY.static_sequence(key)
         if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
-            sequence = self._new_static(batch, key.shape[2])
+            sequence = self._reordered_static(keys, batch, length, statistics)
+            if sequence is not None and sequence.first == first:
+                sequence.account_to(statistics)
+                return sequence, True
+            if sequence is None:
+                sequence = self._new_static(batch, key.shape[2])
         elif (
             length and sequence.version == key._version and sequence.first == first and self._reaches(sequence, length)
         ):
@@ -359,6 +390,20 @@ class GraphRunner:
         statistics.adopted += int(length > 0)
         self._begin(sequence, statistics, first, length)
         return sequence, False
+
+    def _reordered_static(self, keys: list[torch.Tensor], batch: int, length: int, statistics) -> Sequence | None:
+        """The sequence of the static cache that died last, if all rows of this one are rows of it."""
+        sequence, key = REGISTRY.orphan, keys[-1]
+        if sequence is None or key.is_inference() or not length or sequence.length != length:
+            return None
+        left = sequence.left_key() if self._fits(sequence, batch, key.shape[2]) else None
+        rows = None if left is None else reorder.row_map(left[:, :, :length], key[:, :, :length])
+        if rows is None:
+            return None
+        REGISTRY.adopt_orphan(keys[0])
+        reorder.follow(sequence, rows)
+        statistics.reordered += 1
+        return sequence
 
     def _reaches(self, sequence: Sequence, length: int) -> bool:
         """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.
@@ -377,13 +422,16 @@ class GraphRunner:
         return sizes == (self.config, self.plan.geometry, batch, capacity)
 
     def _new_static(self, batch: int, capacity: int) -> Sequence:
+        REGISTRY.forget_orphan()
         return Sequence(self.config, self.plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
 
-    def _remember_static(self, key: torch.Tensor, counter: torch.Tensor | None, sequence: Sequence) -> None:
+    def _remember_static(self, keys: list[torch.Tensor], counter: torch.Tensor | None, sequence: Sequence) -> None:
         """What the next call must find to go on without looking at the cache. counter: of a graph that advances it."""
+        key = keys[0]
         if key.is_inference():
             return
         sequence.version = key._version
+        sequence.remember_key(keys[-1])
         sequence.remember_counter(counter if self.counts else None)
         if REGISTRY.static_sequence(key) is not sequence:
             REGISTRY.bind_static(key, sequence)
