@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckv_compile.runtime.index import CommunityIndex
     from ckv_compile.runtime.sequence import Sequence
 
-COMPARED_BYTES = 64 << 20  # of each cache, at once
+AT_ONCE_BYTES = 256 << 20  # of a cache that are compared, or of a buffer of an index that move
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D)
 
@@ -40,7 +40,7 @@ def row_map(old: Tensor, new: Tensor) -> list[int] | None:
     """
     old, new = _words(old, new)
     batch, _, n, _ = old.shape
-    at_once = max(1, COMPARED_BYTES // max(1, old[:, :, :1].nbytes))
+    at_once = max(1, AT_ONCE_BYTES // max(1, old[:, :, :1].nbytes))
     parts = [slice(begin, min(begin + at_once, n)) for begin in range(0, n, at_once)]
     before, after = (sum(_digests(cache[:, :, part], part.start) for part in parts) for cache in (old, new))
     same = after[:, None] == before
@@ -96,9 +96,13 @@ def follow(sequence: Sequence, rows: list[int]) -> None:
 
 
 def gather_rows(index: CommunityIndex, rows: list[int]) -> None:
-    """Row i of every buffer becomes what row ``rows[i]`` was, in place; rows that stay are not touched."""
+    """Row i of every buffer becomes what row ``rows[i]`` was, in place; rows that stay are not touched.
+
+    Copies of rows that move are made a few layers at a time.
+    """
     moved = [(to, source) for to, source in enumerate(rows) if to != source]
     target, source = to_device(np.array(moved, np.int64).T.copy(), index.device).unbind()
     for name, buffer in index.buffers.items():
         if name not in NOT_OF_ROWS:
-            buffer.index_copy_(1, target, buffer.index_select(1, source))
+            for layers in buffer.split(max(1, AT_ONCE_BYTES // max(1, buffer[0].nbytes))):
+                layers.index_copy_(1, target, layers.index_select(1, source))

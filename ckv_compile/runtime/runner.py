@@ -270,16 +270,26 @@ class GraphRunner:
                 continue
             if not pool.reserve(slab):
                 continue
-            rows = reorder.row_map(slab.views(length)[-2], past[-2])
-            if rows is None:
-                slab.reserved = False
-                continue
-            for view, tensor in zip(slab.views(length), past, strict=True):
-                view.copy_(tensor)
-            reorder.follow(sequence, rows)
-            statistics.reordered += 1
-            return sequence, slab
+            followed = False
+            try:
+                followed = self._follows(sequence, slab, past)
+            finally:
+                slab.reserved = followed
+            if followed:
+                statistics.reordered += 1
+                return sequence, slab
         return None, None
+
+    def _follows(self, sequence: Sequence, slab: KVSlab, past: Arguments[torch.Tensor]) -> bool:
+        """Have a sequence and its slab, which is reserved, follow into past K and V, if all their rows are rows of it."""
+        views = slab.views(sequence.length)
+        rows = reorder.row_map(views[-2], past[-2])
+        if rows is None:
+            return False
+        for view, tensor in zip(views, past, strict=True):
+            view.copy_(tensor)
+        reorder.follow(sequence, rows)
+        return True
 
     # ------------------------------------------------------------------ static caches
 
