@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ckv_compile.runtime import jobs
-from ckv_compile.runtime.rows import Origin
+from ckv_compile.runtime.rows import Origin, Origins
 
 # Pieces that are joined, by the thread that runs the model, and tokens that they have.
 LEAST_JOINED = 8
@@ -20,6 +20,11 @@ class LayerEdges:
     tokens: int = 0
     kept: list[list] | None = None  # the published partition, with its graphs; None where pages stand in
     kept_rows: Origin = dataclasses.field(default_factory=Origin)  # where its rows went since
+
+    def copied(self, origins: Origins) -> LayerEdges:
+        """The same of another cache of the same content, whose rows ``origins`` follows."""
+        pieces = [dataclasses.replace(piece, rows=origins.follow(piece.rows)) for piece in self.pieces]
+        return LayerEdges(pieces, self.tokens, self.kept, origins.follow(self.kept_rows))
 
     def append(self, piece: jobs.EdgePiece) -> None:
         self.pieces.append(piece)

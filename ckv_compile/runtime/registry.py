@@ -10,7 +10,7 @@ import torch
 
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime import cuda_graphs, reorder
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab, SlabPool
 
@@ -53,6 +53,14 @@ class Registry:
                 keys, values = _layers_of(weakref.ref(slab))
                 sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
                 self._bind(slab, sequence)
+            return sequence
+
+    def attach_twin(self, slab: KVSlab, original: Sequence) -> Sequence:
+        """A sequence for a slab whose cache is to hold the same as that of ``original``, with no less room."""
+        with self._lock:
+            keys, values = _layers_of(weakref.ref(slab))
+            sequence = reorder.twin(original, slab.capacity, keys, values)
+            self._bind(slab, sequence)
             return sequence
 
     def move(self, sequence: Sequence, old: KVSlab, new: KVSlab) -> None:
@@ -105,13 +113,25 @@ class Registry:
         if sequence is not None:
             self._abandon(sequence)
 
-    def adopt_orphan(self, key: torch.Tensor) -> None:
-        """The rows of the static cache that died last are in this one."""
+    def static_sequences(self) -> list[Sequence]:
+        """Of the static cache of several rows that died last, then of those that live."""
         with self._lock:
-            sequence, self.orphan = self.orphan, None
-        assert sequence is not None
+            living = list(self._by_storage.values())
+            return living if self.orphan is None else [self.orphan, *living]
+
+    def static_successor(self, sequence: Sequence, key: torch.Tensor) -> Sequence:
+        """The sequence of a static cache with this K of layer 0 whose rows are rows of that of ``sequence``.
+
+        That of a cache which died goes on itself, that of one which lives has a twin.
+        """
+        with self._lock:
+            if sequence is self.orphan:
+                self.orphan = None
+            else:
+                sequence = reorder.twin(sequence, key.shape[2])
         sequence.version = key._version
         self.bind_static(key, sequence)
+        return sequence
 
     def forget_orphan(self) -> None:
         """Another cache begins: nobody moves the rows of the one that died any more."""

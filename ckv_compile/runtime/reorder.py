@@ -1,25 +1,26 @@
 """Beam search: the rows of a cache move into a new one between two steps, and its index follows them, row by row.
 
 ``reorder_cache`` of transformers selects rows into new tensors, of which nobody tells the backend. A step that meets an
-unknown cache therefore looks whether its rows are rows of one that nobody holds any more (``row_map``). Then that one's
+unknown cache therefore looks whether its rows are rows of one that the backend knows (``row_map``). Then that one's
 sequence goes on: its buffers keep their addresses, rows of the index are copied inside them (``follow``), and what
-workers still make of the earlier rows is put into the new order when it arrives (``runtime.rows``).
+workers still make of the earlier rows is put into the new order when it arrives (``runtime.rows``). Where somebody still
+holds the earlier cache, a copy of its sequence goes on (``twin``): garbage of a compilation may hold it, too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ckv_compile.index_layout import NOT_OF_ROWS
+from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from ckv_compile.runtime.index import CommunityIndex
-    from ckv_compile.runtime.sequence import Sequence
 
 AT_ONCE_BYTES = 256 << 20  # of a cache that are compared, or of a buffer of an index that move
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,6 +78,28 @@ def _digests(words: Tensor, begin: int) -> Tensor:
     places = positions + torch.arange(heads, device=words.device)[:, None]
     tokens = (words * odd(channels, _ODD[0])).sum(-1)
     return ((tokens ^ (tokens >> 29)) * odd(places, _ODD[1])).flatten(1).sum(1)
+
+
+def twin(sequence: Sequence, capacity: int, keys: Any = None, values: Any = None) -> Sequence:
+    """Another sequence that knows what ``sequence`` does, of a cache with the same content that goes on by itself.
+
+    capacity: not less than that of ``sequence``. What is under way is not shared: it is begun again.
+    """
+    other = Sequence(sequence.config, sequence.geometry, sequence.batch, capacity, keys, sequence.memory, values)
+    other.index.fill_from(sequence.index)
+    other.index.tally.zero_()
+    other.length = sequence.length
+    other.length_device.fill_(sequence.length)
+    other.set_first(sequence.first)
+    for name in ("prompt", "refreshed_at", "repaired_at", "unseen_queries"):
+        setattr(other, name, getattr(sequence, name))
+    other.closed = list(sequence.closed)
+    other.submitted = [marks[-1][0] if marks else 0 for marks in sequence.index.marks]
+    other.edges = [edges.copied(other.origins) for edges in sequence.edges]
+    for layer, edges in enumerate(other.edges):
+        if not other.submitted[layer] and edges.tokens > sequence.config.min_context:
+            other.offer_whole(layer, warm=False)
+    return other
 
 
 def follow(sequence: Sequence, rows: list[int]) -> None:

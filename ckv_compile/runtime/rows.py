@@ -41,6 +41,12 @@ class Origins:
         self.now = Origin()
         self._followed = [weakref.ref(self.now)]
 
+    def follow(self, origin: Origin) -> Origin:
+        """A copy of another cache's origin, which follows the rows of this one from here on."""
+        copied = origin.fixed()
+        self._followed.append(weakref.ref(copied))
+        return copied
+
     def move(self, rows: list[int]) -> None:
         """Row i of the cache is from here on what row ``rows[i]`` was."""
         living = [origin for reference in self._followed if (origin := reference()) is not None]

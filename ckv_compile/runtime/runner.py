@@ -221,7 +221,7 @@ class GraphRunner:
         if sequence is None:
             sequence, slab = self._cropped(past, length)
         if sequence is None:
-            sequence, slab = self._reordered(past, batch, length, statistics)
+            sequence, slab = self._reordered(past, batch, length, new, statistics)
         if sequence is None:
             slab = REGISTRY.pool.take(plan.geometry, batch, length + new)
             for view, tensor in zip(slab.views(length), past, strict=True):
@@ -258,38 +258,45 @@ class GraphRunner:
         sequence.truncate(length)
         return sequence, slab
 
-    def _reordered(self, past: Arguments[torch.Tensor], batch: int, length: int, statistics):
-        """The sequence of a cache that nobody holds any more, if all rows of this one are rows of it.
+    def _reordered(self, past: Arguments[torch.Tensor], batch: int, length: int, new: int, statistics):
+        """The sequence of a cache that is known, if all rows of this one are rows of it, and a slab with its K and V.
 
-        It stays in its slab, reserved, into which K and V are copied in their new order.
+        Where nobody holds that cache any more they are its own, so that no address changes; otherwise copies. Reserved.
         """
         pool = REGISTRY.pool
-        for slab in pool.slabs():
+        for slab in sorted(pool.slabs(), key=KVSlab.foreign_uses):
             sequence = REGISTRY.sequence_of(slab)
             if sequence is None or sequence.length != length or not self._fits(sequence, batch, slab.capacity):
                 continue
-            if not pool.reserve(slab):
-                continue
-            followed = False
+            free = pool.reserve(slab)
+            if not free and slab.reserved:
+                continue  # a call is under way
+            found = None
             try:
-                followed = self._follows(sequence, slab, past)
+                found = self._follow(sequence, slab, past, None if free else max(length + new, slab.capacity))
             finally:
-                slab.reserved = followed
-            if followed:
+                slab.reserved = free and found is not None
+            if found is not None:
                 statistics.reordered += 1
-                return sequence, slab
+                return found
         return None, None
 
-    def _follows(self, sequence: Sequence, slab: KVSlab, past: Arguments[torch.Tensor]) -> bool:
-        """Have a sequence and its slab, which is reserved, follow into past K and V, if all their rows are rows of it."""
-        views = slab.views(sequence.length)
-        rows = reorder.row_map(views[-2], past[-2])
+    def _follow(self, sequence: Sequence, slab: KVSlab, past: Arguments[torch.Tensor], room: int | None):
+        """A sequence and slab that follow into past K and V, or None if not all of their rows are rows of this slab.
+
+        room: None where the slab and its sequence follow themselves; else the least room of a slab for a twin.
+        """
+        length = sequence.length
+        rows = reorder.row_map(slab.views(length)[-2], past[-2])
         if rows is None:
-            return False
-        for view, tensor in zip(views, past, strict=True):
+            return None
+        if room is not None:
+            slab = REGISTRY.pool.take(self.plan.geometry, sequence.batch, room)
+            sequence = REGISTRY.attach_twin(slab, sequence)
+        for view, tensor in zip(slab.views(length), past, strict=True):
             view.copy_(tensor)
         reorder.follow(sequence, rows)
-        return True
+        return sequence, slab
 
     # ------------------------------------------------------------------ static caches
 
@@ -402,18 +409,21 @@ class GraphRunner:
         return sequence, False
 
     def _reordered_static(self, keys: list[torch.Tensor], batch: int, length: int, statistics) -> Sequence | None:
-        """The sequence of the static cache that died last, if all rows of this one are rows of it."""
-        sequence, key = REGISTRY.orphan, keys[-1]
-        if sequence is None or key.is_inference() or not length or sequence.length != length:
+        """The sequence of a static cache whose rows are rows of one that is known, in which no call is under way."""
+        key = keys[-1]
+        if key.is_inference() or not length:
             return None
-        left = sequence.left_key() if self._fits(sequence, batch, key.shape[2]) else None
-        rows = None if left is None else reorder.row_map(left[:, :, :length], key[:, :, :length])
-        if rows is None:
-            return None
-        REGISTRY.adopt_orphan(keys[0])
-        reorder.follow(sequence, rows)
-        statistics.reordered += 1
-        return sequence
+        for sequence in REGISTRY.static_sequences():
+            if sequence.keys is not None or sequence.length != length or not self._fits(sequence, batch, key.shape[2]):
+                continue
+            left = sequence.left_key()
+            rows = None if left is None else reorder.row_map(left[:, :, :length], key[:, :, :length])
+            if rows is not None:
+                followed = REGISTRY.static_successor(sequence, keys[0])
+                reorder.follow(followed, rows)
+                statistics.reordered += 1
+                return followed
+        return None
 
     def _reaches(self, sequence: Sequence, length: int) -> bool:
         """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.

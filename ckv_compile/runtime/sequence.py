@@ -253,12 +253,10 @@ class Sequence:
         return reference() is counter and counter._version == version
 
     def remember_key(self, key: torch.Tensor) -> None:
-        """key: K of a static cache's last layer, as our call left it; its memory outlives the cache.
+        """key: K of a static cache's last layer, as our call left it.
 
-        By it a cache of several rows is known again when its rows have moved into a new one.
+        By it the cache is known again when its rows have moved into a new one; its memory may so outlive the cache.
         """
-        if self.batch == 1:
-            return
         if self._last_key is None or self._last_key[0].data_ptr() != key.data_ptr():
             self._last_key = key.detach(), key._version  # another tensor: that of the cache must be free to die
         else:
@@ -271,8 +269,8 @@ class Sequence:
         return self._last_key[0]
 
     def may_move(self) -> bool:
-        """Whether the rows of a static cache that dies may be found again in another one."""
-        return self._last_key is not None
+        """Whether the rows of a static cache that dies may have moved into another one."""
+        return self.batch > 1 and self._last_key is not None
 
     # ------------------------------------------------------------------ submission
 
@@ -298,7 +296,7 @@ class Sequence:
             if not self.unseen_queries:
                 self.offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
-            self._offer_whole(layer, warm=length > 0)
+            self.offer_whole(layer, warm=length > 0)
 
     @property
     def in_blocks(self) -> bool:
@@ -327,7 +325,7 @@ class Sequence:
         if edges.tokens < self.length:
             return
         if anew:
-            self._offer_whole(layer, warm=True)
+            self.offer_whole(layer, warm=True)
         elif edges.kept is not None:
             self._offer_repair(layer)
 
@@ -381,7 +379,7 @@ class Sequence:
             self.length, joins=True,
         )  # fmt: skip
 
-    def _offer_whole(self, layer: int, *, warm: bool) -> None:
+    def offer_whole(self, layer: int, *, warm: bool) -> None:
         """Have all of a layer partitioned; warm: from what there is of it."""
         edges, common = self.edges[layer], (self.shape.graphs, self.config, self.memory, layer, self._backlog())
         kept, later = edges.kept_partition(), edges.pieces_behind()
