@@ -100,6 +100,9 @@ PER_COMMUNITY = (
     "community_weight",
     "mean_value",
 )
+# for each token of the cache, and for each entry of the log
+PER_TOKEN = ("member", "label", "importance", "neighbor")
+PER_ENTRY = ("log_community", "log_mean", "log_value", "edge_neighbor", "edge_weight")
 
 
 def waiting_entry(position):

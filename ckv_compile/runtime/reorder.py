@@ -9,20 +9,23 @@ holds the earlier cache, a copy of its sequence goes on (``twin``): garbage of a
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import NOT_OF_ROWS
+from ckv_compile.index_layout import NOT_OF_ROWS, PER_COMMUNITY, PER_ENTRY, PER_TOKEN
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from ckv_compile.runtime.index import CommunityIndex
 
-AT_ONCE_BYTES = 256 << 20  # of a cache that are compared, or of a buffer of an index that move
+# Of a cache that are compared at once, and of a buffer of an index that move: as many as make launches few, or as stay in
+# the cache of a CPU and in memory that it has used before.
+AT_ONCE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D)
 
@@ -41,9 +44,11 @@ def row_map(old: Tensor, new: Tensor) -> list[int] | None:
     """
     old, new = _words(old, new)
     batch, _, n, _ = old.shape
-    at_once = max(1, AT_ONCE_BYTES // max(1, old[:, :, :1].nbytes))
+    at_once = max(1, AT_ONCE_BYTES[old.device.type] // max(1, old[:, :, :1].nbytes))
     parts = [slice(begin, min(begin + at_once, n)) for begin in range(0, n, at_once)]
-    before, after = (sum(_digests(cache[:, :, part], part.start) for part in parts) for cache in (old, new))
+    before, after = (
+        torch.stack([_digests(cache[:, :, part], part.start) for part in parts]).sum(0) for cache in (old, new)
+    )
     same = after[:, None] == before
     own = torch.arange(batch, device=old.device)
     source = torch.where(same.diagonal(), own, same.int().argmax(1))
@@ -83,7 +88,8 @@ def _digests(words: Tensor, begin: int) -> Tensor:
 def twin(sequence: Sequence, capacity: int, keys: Any = None, values: Any = None) -> Sequence:
     """Another sequence that knows what ``sequence`` does, of a cache with the same content that goes on by itself.
 
-    capacity: not less than that of ``sequence``. What is under way is not shared: it is begun again.
+    capacity: not less than that of ``sequence``. It also gets what has come back and is not published there. What is
+    still under way is not shared: with edges it is begun again here, without by ``offer_all``.
     """
     other = Sequence(sequence.config, sequence.geometry, sequence.batch, capacity, keys, sequence.memory, values)
     other.index.fill_from(sequence.index)
@@ -94,10 +100,21 @@ def twin(sequence: Sequence, capacity: int, keys: Any = None, values: Any = None
     for name in ("prompt", "refreshed_at", "repaired_at", "unseen_queries"):
         setattr(other, name, getattr(sequence, name))
     other.closed = list(sequence.closed)
-    other.submitted = [marks[-1][0] if marks else 0 for marks in sequence.index.marks]
     other.edges = [edges.copied(other.origins) for edges in sequence.edges]
+    reached = [marks[-1][0] if marks else 0 for marks in sequence.index.marks]
+    came = [one for one in (*sequence.waiting.values(), *list(sequence.inbox)) if one.epoch == sequence.epoch]
+    for finished in sorted((one for one in came if not one.joins), key=lambda one: one.start):
+        follows = finished.start == reached[finished.layer]
+        if follows or not other.in_blocks:
+            rows = other.origins.follow(finished.rows)
+            other.inbox.append(dataclasses.replace(finished, epoch=other.epoch, rows=rows))
+        if follows:
+            reached[finished.layer] = finished.stop
+    if other.in_blocks:
+        other.submitted = reached
+        return other
     for layer, edges in enumerate(other.edges):
-        if not other.submitted[layer] and edges.tokens > sequence.config.min_context:
+        if not reached[layer] and edges.tokens > sequence.config.min_context:
             other.offer_whole(layer, warm=False)
     return other
 
@@ -109,7 +126,7 @@ def follow(sequence: Sequence, rows: list[int]) -> None:
         return
     first = [sequence.first[row] for row in rows]
     try:
-        gather_rows(sequence.index, rows)
+        gather_rows(sequence.index, rows, sequence.length)
     except BaseException:
         sequence.restart(first, sequence.length)  # some of the index moved and some did not
         raise
@@ -118,14 +135,24 @@ def follow(sequence: Sequence, rows: list[int]) -> None:
         sequence.set_first(first)
 
 
-def gather_rows(index: CommunityIndex, rows: list[int]) -> None:
-    """Row i of every buffer becomes what row ``rows[i]`` was, in place; rows that stay are not touched.
+def gather_rows(index: CommunityIndex, rows: list[int], length: int) -> None:
+    """Row i of every buffer becomes what row ``rows[i]`` was, in place, in so far as ``length`` tokens use it.
 
-    Copies of rows that move are made a few layers at a time.
+    Two launches a buffer, or two for a few layers of it at a time, whose copies take memory meanwhile.
     """
-    moved = [(to, source) for to, source in enumerate(rows) if to != source]
-    target, source = to_device(np.array(moved, np.int64).T.copy(), index.device).unbind()
+    source = to_device(np.array(rows, np.int64), index.device)
     for name, buffer in index.buffers.items():
-        if name not in NOT_OF_ROWS:
-            for layers in buffer.split(max(1, AT_ONCE_BYTES // max(1, buffer[0].nbytes))):
-                layers.index_copy_(1, target, layers.index_select(1, source))
+        if name in NOT_OF_ROWS:
+            continue
+        used = _used(index, name, length)
+        part = buffer if used is None else buffer.narrow(3, 0, min(used, buffer.shape[3]))
+        for layers in part.split(max(1, AT_ONCE_BYTES[index.device.type] // max(1, part[0].nbytes))):
+            layers.copy_(layers.index_select(1, source))
+
+
+def _used(index: CommunityIndex, name: str, length: int) -> int | None:
+    """Entries of a buffer's fourth dimension that anybody reads, of a cache of ``length`` tokens; None: all, or no such."""
+    logged = max(0, length - min(index.log_starts))
+    if name in PER_COMMUNITY:
+        return max(index.used) + logged  # a token that is assigned may be a community of its own
+    return {**dict.fromkeys(PER_TOKEN, length), **dict.fromkeys(PER_ENTRY, logged)}.get(name)

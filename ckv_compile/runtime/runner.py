@@ -296,6 +296,8 @@ class GraphRunner:
         for view, tensor in zip(slab.views(length), past, strict=True):
             view.copy_(tensor)
         reorder.follow(sequence, rows)
+        if room is not None:
+            sequence.offer_all()
         return sequence, slab
 
     # ------------------------------------------------------------------ static caches
@@ -386,14 +388,14 @@ class GraphRunner:
     def _static_sequence(
         self, keys: list[torch.Tensor], batch: int, first: list[int], length: int, statistics
     ) -> tuple[Sequence, bool]:
-        """The sequence of a static cache that holds ``length`` tokens, and whether it knew them; else it begins anew."""
+        """The sequence of a static cache that holds ``length`` tokens, and whether all of them were offered."""
         key = keys[0]
         sequence = REGISTRY.static_sequence(key)
         if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
-            sequence = self._reordered_static(keys, batch, length, statistics)
+            sequence, known = self._reordered_static(keys, batch, length, statistics)
             if sequence is not None and sequence.first == first:
                 sequence.account_to(statistics)
-                return sequence, True
+                return sequence, known
             if sequence is None:
                 sequence = self._new_static(batch, key.shape[2])
         elif (
@@ -408,11 +410,16 @@ class GraphRunner:
         self._begin(sequence, statistics, first, length)
         return sequence, False
 
-    def _reordered_static(self, keys: list[torch.Tensor], batch: int, length: int, statistics) -> Sequence | None:
-        """The sequence of a static cache whose rows are rows of one that is known, in which no call is under way."""
+    def _reordered_static(
+        self, keys: list[torch.Tensor], batch: int, length: int, statistics
+    ) -> tuple[Sequence | None, bool]:
+        """The sequence of a static cache whose rows are rows of one that is known, in which no call is under way.
+
+        And whether it is the same sequence, rather than a twin.
+        """
         key = keys[-1]
         if key.is_inference() or not length:
-            return None
+            return None, False
         for sequence in REGISTRY.static_sequences():
             if sequence.keys is not None or sequence.length != length or not self._fits(sequence, batch, key.shape[2]):
                 continue
@@ -422,8 +429,8 @@ class GraphRunner:
                 followed = REGISTRY.static_successor(sequence, keys[0])
                 reorder.follow(followed, rows)
                 statistics.reordered += 1
-                return followed
-        return None
+                return followed, followed is sequence
+        return None, False
 
     def _reaches(self, sequence: Sequence, length: int) -> bool:
         """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.

@@ -266,7 +266,7 @@ def test_a_twin_has_its_own_index_even_of_a_prompt_that_is_under_way(interpreted
         torch.testing.assert_close(ours, step(model, tokens(1, seed), eagers), atol=1e-4, rtol=1e-4)
     explanation = explain(module)
     assert (explanation.caches_reordered, explanation.caches_adopted) == (2, 0)
-    assert explanation.sparse_steps == (2 if graph == "attention" else 0)
+    assert explanation.sparse_steps == 2
 
 
 @pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
