@@ -1,4 +1,8 @@
-"""Finds the sequence of a cache by the storage of its keys, and lets it die with the cache."""
+"""Finds the sequence of a cache by the storage of its keys, and lets it die with the cache.
+
+That of a slab lives as long as the pool keeps the slab. That of a static cache of several rows outlives it until another
+cache begins, for its rows may have moved into a new one (``runtime.reorder``).
+"""
 
 from __future__ import annotations
 
@@ -45,10 +49,10 @@ class Registry:
 
     def attach(self, slab: KVSlab, config: CommunityConfig, geometry, batch: int) -> Sequence:
         """The slab's sequence, made anew where it has none with these options."""
+        self.forget_orphan()
         with self._lock:
             sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
-                self.forget_orphan()
                 self._settle_abandoned()
                 keys, values = _layers_of(weakref.ref(slab))
                 sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
