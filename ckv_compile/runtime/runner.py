@@ -235,6 +235,7 @@ class GraphRunner:
             for target, source in zip(larger.views(length), slab.views(length), strict=True):
                 target.copy_(source)
             REGISTRY.move(sequence, slab, larger)
+            slab.reserved = False
             slab = larger
         slab.reserved = True
         if sequence.first != first:

@@ -286,6 +286,9 @@ def test_rows_outgrow_their_slab_while_they_move(interpreted, model, monkeypatch
     assert torch.equal(beams(module, inputs, "dynamic", 60), beams(model, inputs, "dynamic", 60))
     explanation = explain(module)
     assert (explanation.sparse_steps, explanation.caches_reordered, explanation.caches_adopted) == (59, 59, 0)
+    gc.collect()
+    ckv_compile.free_memory()
+    assert REGISTRY.pool.slabs() == []
 
 
 # ---------------------------------------------------------------------- what is left of a static cache
