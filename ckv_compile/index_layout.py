@@ -85,6 +85,8 @@ POLICY_STATE: dict[str, torch.dtype | None] = {
     "page_high": None,
     "last_query": torch.float32,
 }
+# the state of which a step leaves nothing to the next one, and that which counts for all rows together
+NOT_OF_ROWS = ("scores", "coarse_scores", *CANDIDATES, "new_key", "new_value", "tally")
 # what a buffer holds where nothing was written, if not 0
 EMPTY = {"importance": torch.inf, "log_community": -1}
 # the state that has an entry for each community, ``[L, B, G, C, ...]``
@@ -98,6 +100,9 @@ PER_COMMUNITY = (
     "community_weight",
     "mean_value",
 )
+# for each token of the cache, and for each entry of the log
+PER_TOKEN = ("member", "label", "importance", "neighbor")
+PER_ENTRY = ("log_community", "log_mean", "log_value", "edge_neighbor", "edge_weight")
 
 
 def waiting_entry(position):

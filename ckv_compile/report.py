@@ -107,6 +107,7 @@ class Explanation:
     sparse_steps: int
     dense_steps: dict[str, int]  # reason -> steps
     caches_adopted: int
+    caches_reordered: int
     tokens_attended: int  # summed over rows, graphs and layers
     tokens_in_context: int
     communities: int
@@ -142,6 +143,8 @@ class Explanation:
             lines.append(f"  dense: {count} x {reason}")
         if self.caches_adopted:
             lines.append(f"caches met without their prefill, or copied: {self.caches_adopted}")
+        if self.caches_reordered:
+            lines.append(f"caches whose rows had moved, and the index with them: {self.caches_reordered}")
         if self.tokens_in_context:
             share = self.tokens_attended / self.tokens_in_context
             lines.append(f"tokens attended: {share:.1%} of the context, over all layers and decode steps")
@@ -213,6 +216,7 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
         sparse_steps=sum(one.sparse_steps for one in statistics),
         dense_steps=dense,
         caches_adopted=sum(one.adopted for one in statistics),
+        caches_reordered=sum(one.reordered for one in statistics),
         tokens_attended=sum(one.tokens_attended for one in statistics),
         tokens_in_context=sum(one.tokens_in_context for one in statistics),
         communities=communities,

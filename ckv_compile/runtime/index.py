@@ -138,16 +138,20 @@ class CommunityIndex:
     def grown(self, shape: IndexShape) -> CommunityIndex:
         """A larger index with the same content."""
         larger = CommunityIndex(shape, self.config, self.dtype, self.device)
-        for name, buffer in self.buffers.items():
-            if name != "scores":
-                larger.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
-        larger.used, larger.marks = list(self.used), [list(marks) for marks in self.marks]
-        larger.log_starts = list(self.log_starts)
-        if shape.groups and not self.shape.groups:
-            for layer, used in enumerate(self.used):
-                larger.group_communities(layer)
-                larger.num_grouped[layer].fill_(used)
+        larger.fill_from(self)
         return larger
+
+    def fill_from(self, other: CommunityIndex) -> None:
+        """Take over the content of another index, which has no more room than this one."""
+        for name, buffer in other.buffers.items():
+            if name != "scores":
+                self.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
+        self.used, self.marks = list(other.used), [list(marks) for marks in other.marks]
+        self.log_starts = list(other.log_starts)
+        if self.shape.groups and not other.shape.groups:
+            for layer, used in enumerate(self.used):
+                self.group_communities(layer)
+                self.num_grouped[layer].fill_(used)
 
     def append_block(
         self, layer: int, start: int, stop: int, block: Packed, key: torch.Tensor, value: torch.Tensor | None = None,
@@ -429,6 +433,20 @@ class Packed:
     def used(self, labels: bool) -> int:
         """Numbers of ``joint`` that an index with or without labels needs: start, size, member; then weight, label."""
         return len(self.joint) if labels else 2 * self.start.numel() + self.member.numel()
+
+    def of_rows(self, rows: list[int]) -> Packed:
+        """The same of these rows: row i is what row ``rows[i]`` was. In memory of the same kind."""
+        joint = torch.empty_like(self.joint, pin_memory=self.joint.is_pinned())
+        parts, begin = [], 0
+        for part in (self.start, self.size, self.member, self.weight.view(torch.int32), self.label):
+            new = joint[begin : begin + part.numel()].view(part.shape)
+            parts.append(torch.index_select(part, 0, torch.tensor(rows), out=new))
+            begin += part.numel()
+        start, size, member, weight, label = parts
+        graphs = self.start.shape[1]
+        filled = [self.filled[row * graphs + graph] for row in rows for graph in range(graphs)]
+        gamma = self.gamma[rows]
+        return Packed(start, size, member, label, weight.view(torch.float32), gamma, joint, filled, self.counts)
 
     @classmethod
     def of(cls, partitions: list[list], device: torch.device) -> Packed:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckv_compile.community import partition as partitions
 from ckv_compile.policies import policy_of
+from ckv_compile.runtime.rows import Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class EdgePiece:
 
     neighbor: int32 [B, H, m, kappa]. weight: float32, the same shape. key_neighbor: int32 [B, G, m, kappa], absolute,
     None but for "mixed". tokens: m. graphs: what gives the graphs of exactly these lists, where they are built elsewhere
-    (``device_graph.ArrivingGraphs``).
+    (``device_graph.ArrivingGraphs``). rows: where the rows went since.
     """
 
     neighbor: Any
@@ -26,6 +27,7 @@ class EdgePiece:
     key_neighbor: Any
     tokens: int
     graphs: Any = None
+    rows: Origin = dataclasses.field(default_factory=Origin)
 
     def wait(self) -> None:
         """Until its graphs have arrived or, where it has none, its lists."""
@@ -39,22 +41,31 @@ class EdgePiece:
                 return None
             return lists[:, :, :tokens] if isinstance(lists, np.ndarray) else lists.part(2, 0, tokens)
 
-        return EdgePiece(cut(self.neighbor), cut(self.weight), cut(self.key_neighbor), min(tokens, self.tokens))
+        lists = cut(self.neighbor), cut(self.weight), cut(self.key_neighbor)
+        return EdgePiece(*lists, min(tokens, self.tokens), rows=self.rows)
 
-    def arrays(self) -> EdgePiece:
-        """The lists as arrays."""
+    def fixed(self) -> EdgePiece:
+        """For a job: with rows as they are now, whatever moves later."""
+        return dataclasses.replace(self, rows=self.rows.fixed())
 
-        def array(lists):
-            return lists if lists is None or isinstance(lists, np.ndarray) else lists.array()
+    def arrays(self, heads: slice = slice(None), graphs: slice = slice(None)) -> EdgePiece:
+        """The lists as arrays, by the rows of now; those of some heads, and key lists of some graphs."""
 
-        return EdgePiece(array(self.neighbor), array(self.weight), array(self.key_neighbor), self.tokens)
+        def array(lists, own: slice):
+            if lists is None:
+                return None
+            own_lists = (lists if isinstance(lists, np.ndarray) else lists.array())[:, own]
+            return own_lists if self.rows.rows is None else own_lists[self.rows.rows]
+
+        lists = array(self.neighbor, heads), array(self.weight, heads), array(self.key_neighbor, graphs)
+        return EdgePiece(*lists, self.tokens)
 
 
 def joined_pieces(pieces: list[EdgePiece]) -> EdgePiece:
-    """One piece for several that follow each other."""
+    """One piece for several that follow each other, of arrays and by the rows of now."""
+    pieces = [piece.arrays() for piece in pieces]
     if len(pieces) == 1:
         return pieces[0]
-    pieces = [piece.arrays() for piece in pieces]
     names = ("neighbor", "weight") if pieces[0].key_neighbor is None else ("neighbor", "weight", "key_neighbor")
     lists = {name: np.concatenate([getattr(piece, name) for piece in pieces], axis=2) for name in names}
     return EdgePiece(lists["neighbor"], lists["weight"], lists.get("key_neighbor"), sum(one.tokens for one in pieces))
@@ -83,15 +94,11 @@ class LayerParts:
 
 def _own(pieces: list[EdgePiece], graph: int, graphs: int) -> EdgePiece:
     """The lists of one graph, of consecutive pieces: ``[B, heads, m, kappa]`` and, of "mixed", ``[B, 1, m, kappa]``."""
-    pieces = [piece.arrays() for piece in pieces]
-    heads = pieces[0].neighbor.shape[1] // graphs
-
-    def cut(piece: EdgePiece) -> EdgePiece:
-        own, keys = slice(graph * heads, (graph + 1) * heads), piece.key_neighbor
-        keys = None if keys is None else keys[:, graph : graph + 1]
-        return EdgePiece(piece.neighbor[:, own], piece.weight[:, own], keys, piece.tokens)
-
-    return joined_pieces([cut(piece) for piece in pieces])
+    neighbor = pieces[0].neighbor
+    lists = neighbor if isinstance(neighbor, np.ndarray) else neighbor.array()
+    heads = lists.shape[1] // graphs
+    own = slice(graph * heads, (graph + 1) * heads), slice(graph, graph + 1)
+    return joined_pieces([piece.arrays(*own) for piece in pieces])
 
 
 def partition_edges(
@@ -107,7 +114,7 @@ def partition_edges(
     tokens = sum(piece.tokens for piece in pieces)
     common = {"config": config, "memory": memory, "layer": layer, "graph": graph, "stop": stop, "backlog": backlog}
     if built is not None:
-        return [partitions.partition_built(one, tokens, **common) for one in built]
+        return [partitions.partition_built(one, tokens, **common) for one in pieces[0].rows.now(built)]
     edges = _own(pieces, graph, graphs)
     found = []
     for row, begin in enumerate(first):

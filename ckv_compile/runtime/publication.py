@@ -46,7 +46,7 @@ def _next(sequence: Sequence, place: tuple[int, int], *, later: bool) -> Finishe
     finished = sequence.waiting.get(place)
     if finished is None or (not later and finished.stop > sequence.prompt):
         return None
-    return sequence.waiting.pop(place)
+    return sequence.waiting.pop(place).arranged()
 
 
 def _publish_whole(sequence: Sequence, layer: int, finished: Finished) -> None:
@@ -66,6 +66,7 @@ def _publish_joined(sequence: Sequence, layer: int) -> bool:
     finished = sequence.joined.pop(layer, None)
     if finished is None:
         return False
+    finished = finished.arranged()
     sequence.joining.discard(layer)
     sequence.closed[layer] = finished.stop
     sequence.turns.unjoined.add(layer)

@@ -1,4 +1,8 @@
-"""Finds the sequence of a cache by the storage of its keys, and lets it die with the cache."""
+"""Finds the sequence of a cache by the storage of its keys, and lets it die with the cache.
+
+That of a slab lives as long as the pool keeps the slab. That of a static cache of several rows outlives it until another
+cache begins, for its rows may have moved into a new one (``runtime.reorder``).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 
 from ckv_compile.community.resolution import ResolutionMemory
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime import cuda_graphs, reorder
 from ckv_compile.runtime.sequence import Sequence
 from ckv_compile.runtime.slab import KVSlab, SlabPool
 
@@ -24,6 +28,7 @@ class Registry:
         self._by_storage: dict[int, Sequence] = {}
         self._memory: dict[str, ResolutionMemory] = {}
         self._lock = threading.RLock()
+        self.orphan: Sequence | None = None  # of the static cache of several rows that died last
         self._abandoned: collections.deque[Sequence] = collections.deque()  # what they counted is still to be read
 
     def memory(self, config: CommunityConfig) -> ResolutionMemory:
@@ -44,6 +49,7 @@ class Registry:
 
     def attach(self, slab: KVSlab, config: CommunityConfig, geometry, batch: int) -> Sequence:
         """The slab's sequence, made anew where it has none with these options."""
+        self.forget_orphan()
         with self._lock:
             sequence = self._by_slab.get(id(slab))
             if sequence is None or sequence.config != config or sequence.geometry != geometry:
@@ -51,6 +57,14 @@ class Registry:
                 keys, values = _layers_of(weakref.ref(slab))
                 sequence = Sequence(config, geometry, batch, slab.capacity, keys, self.memory(config), values)
                 self._bind(slab, sequence)
+            return sequence
+
+    def attach_twin(self, slab: KVSlab, original: Sequence) -> Sequence:
+        """A sequence for a slab whose cache is to hold the same as that of ``original``, with no less room."""
+        with self._lock:
+            keys, values = _layers_of(weakref.ref(slab))
+            sequence = reorder.twin(original, slab.capacity, keys, values)
+            self._bind(slab, sequence)
             return sequence
 
     def move(self, sequence: Sequence, old: KVSlab, new: KVSlab) -> None:
@@ -98,26 +112,62 @@ class Registry:
             if sequence is None or self._by_storage.get(cdata) is not sequence:
                 return
             del self._by_storage[cdata]
-        self._abandon(sequence)
+            if sequence.may_move():
+                sequence, self.orphan = self.orphan, sequence
+        if sequence is not None:
+            self._abandon(sequence)
+
+    def static_sequences(self) -> list[Sequence]:
+        """Of the static cache of several rows that died last, then of those that live."""
+        with self._lock:
+            living = list(self._by_storage.values())
+            return living if self.orphan is None else [self.orphan, *living]
+
+    def static_successor(self, sequence: Sequence, key: torch.Tensor) -> Sequence:
+        """The sequence of a static cache with this K of layer 0 whose rows are rows of that of ``sequence``.
+
+        That of a cache which died goes on itself, that of one which lives has a twin.
+        """
+        with self._lock:
+            if sequence is self.orphan:
+                self.orphan = None
+            else:
+                sequence = reorder.twin(sequence, key.shape[2])
+        sequence.version = key._version
+        self.bind_static(key, sequence)
+        return sequence
+
+    def forget_orphan(self) -> None:
+        """Another cache begins: nobody moves the rows of the one that died any more."""
+        with self._lock:
+            sequence, self.orphan = self.orphan, None
+        if sequence is not None:
+            self._abandon(sequence)
 
     # ------------------------------------------------------------------ all of them
 
     def sequences(self) -> list[Sequence]:
+        """Of all caches that live."""
         with self._lock:
             return [*self._by_slab.values(), *self._by_storage.values()]
 
+    def _all(self) -> list[Sequence]:
+        orphan = self.orphan
+        return self.sequences() if orphan is None else [*self.sequences(), orphan]
+
     def audit(self) -> None:
         """Tell every statistics what is known by now of steps that were not what they were taken for."""
-        for sequence in [*self._abandoned, *self.sequences()]:
+        for sequence in [*self._abandoned, *self._all()]:
             sequence.audit()
 
     def settle(self) -> None:
         """Move what the device counted for every cache, gone ones too, into the statistics. Waits for the device."""
         self._settle_abandoned()
-        for sequence in self.sequences():
+        for sequence in self._all():
             sequence.settle()
 
     def free_memory(self) -> None:
+        self.forget_orphan()
         self._settle_abandoned()
         self.pool.free_memory()
 

@@ -23,7 +23,7 @@ import torch
 
 from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import cuda_graphs
+from ckv_compile.runtime import cuda_graphs, reorder
 from ckv_compile.runtime.block_lists import visits_causal
 from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.padding import left_padding, padding_of_given
@@ -224,6 +224,8 @@ class GraphRunner:
         if sequence is None:
             sequence, slab = self._cropped(past, length)
         if sequence is None:
+            sequence, slab = self._reordered(past, batch, length, new, statistics)
+        if sequence is None:
             slab = REGISTRY.pool.take(plan.geometry, batch, length + new)
             for view, tensor in zip(slab.views(length), past, strict=True):
                 view.copy_(tensor)
@@ -236,6 +238,7 @@ class GraphRunner:
             for target, source in zip(larger.views(length), slab.views(length), strict=True):
                 target.copy_(source)
             REGISTRY.move(sequence, slab, larger)
+            slab.reserved = False
             slab = larger
         slab.reserved = True
         if sequence.first != first:
@@ -259,6 +262,48 @@ class GraphRunner:
         sequence.truncate(length)
         return sequence, slab
 
+    def _reordered(self, past: Arguments[torch.Tensor], batch: int, length: int, new: int, statistics):
+        """The sequence of a cache that is known, if all rows of this one are rows of it, and a slab with its K and V.
+
+        Where nobody holds that cache any more they are its own, so that no address changes; otherwise copies. Reserved.
+        """
+        pool = REGISTRY.pool
+        for slab in sorted(pool.slabs(), key=KVSlab.foreign_uses):
+            sequence = REGISTRY.sequence_of(slab)
+            if sequence is None or sequence.length != length or not self._fits(sequence, batch, slab.capacity):
+                continue
+            free = pool.reserve(slab)
+            if not free and slab.reserved:
+                continue  # a call is under way
+            found = None
+            try:
+                found = self._follow(sequence, slab, past, None if free else max(length + new, slab.capacity))
+            finally:
+                slab.reserved = free and found is not None
+            if found is not None:
+                statistics.reordered += 1
+                return found
+        return None, None
+
+    def _follow(self, sequence: Sequence, slab: KVSlab, past: Arguments[torch.Tensor], room: int | None):
+        """A sequence and slab that follow into past K and V, or None if not all of their rows are rows of this slab.
+
+        room: None where the slab and its sequence follow themselves; else the least room of a slab for a twin.
+        """
+        length = sequence.length
+        rows = reorder.row_map(slab.views(length)[-2], past[-2])
+        if rows is None:
+            return None
+        if room is not None:
+            slab = REGISTRY.pool.take(self.plan.geometry, sequence.batch, room)
+            sequence = REGISTRY.attach_twin(slab, sequence)
+        for view, tensor in zip(slab.views(length), past, strict=True):
+            view.copy_(tensor)
+        reorder.follow(sequence, rows)
+        if room is not None:
+            sequence.offer_all()
+        return sequence, slab
+
     # ------------------------------------------------------------------ static caches
 
     def _static_prefill(self, args, statistics):
@@ -274,7 +319,7 @@ class GraphRunner:
             self._begin(sequence, statistics, first)
         else:
             keys = [args[i] for i in plan.static_keys]
-            sequence, _ = self._static_sequence(keys[0], batch, first, length, statistics)
+            sequence, _ = self._static_sequence(keys, batch, first, length, statistics)
             sequence.keys = keys.__getitem__
         sequence.length_host.fill_(length)
         try:
@@ -292,7 +337,7 @@ class GraphRunner:
         for key in keys:
             # Compiled prefill makes these buffers itself, so the cache's own marking never ran.
             torch._dynamo.mark_static_address(key)
-        self._remember_static(keys[0], None, sequence)
+        self._remember_static(keys, None, sequence)
         return results
 
     def _static_decode(self, args, statistics):
@@ -320,7 +365,7 @@ class GraphRunner:
                 return self._run_dense(args, statistics, NOT_CAUSAL)
             if sequence is not None and sequence.captured and sequence.length < length:
                 sequence.length = length  # by replays of the caller's, which wrote nothing but new tokens
-            sequence, known = self._static_sequence(key, batch, first, length, statistics)
+            sequence, known = self._static_sequence(keys, batch, first, length, statistics)
             if self._verifies_later and (self._masked or not self.counts):
                 sequence.judged()
         if self._counts_otherwise(args, sequence.length):
@@ -339,7 +384,7 @@ class GraphRunner:
                 *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)
             )
             sequence.length += self._new
-            self._remember_static(key, counter, sequence)
+            self._remember_static(keys, counter, sequence)
             if not captured:
                 sequence.offer_appended()
         finally:
@@ -347,12 +392,18 @@ class GraphRunner:
         return self._outputs(self.graphs.keep(results, args), [], args)
 
     def _static_sequence(
-        self, key: torch.Tensor, batch: int, first: list[int], length: int, statistics
+        self, keys: list[torch.Tensor], batch: int, first: list[int], length: int, statistics
     ) -> tuple[Sequence, bool]:
-        """The sequence of a static cache that holds ``length`` tokens, and whether it knew them; else it begins anew."""
+        """The sequence of a static cache that holds ``length`` tokens, and whether all of them were offered."""
+        key = keys[0]
         sequence = REGISTRY.static_sequence(key)
         if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
-            sequence = self._new_static(batch, key.shape[2])
+            sequence, known = self._reordered_static(keys, batch, length, statistics)
+            if sequence is not None and sequence.first == first:
+                sequence.account_to(statistics)
+                return sequence, known
+            if sequence is None:
+                sequence = self._new_static(batch, key.shape[2])
         elif (
             length and sequence.version == key._version and sequence.first == first and self._reaches(sequence, length)
         ):
@@ -364,6 +415,28 @@ class GraphRunner:
         statistics.adopted += int(length > 0)
         self._begin(sequence, statistics, first, length)
         return sequence, False
+
+    def _reordered_static(
+        self, keys: list[torch.Tensor], batch: int, length: int, statistics
+    ) -> tuple[Sequence | None, bool]:
+        """The sequence of a static cache whose rows are rows of one that is known, in which no call is under way.
+
+        And whether it is the same sequence, rather than a twin.
+        """
+        key = keys[-1]
+        if key.is_inference() or not length:
+            return None, False
+        for sequence in REGISTRY.static_sequences():
+            if sequence.keys is not None or sequence.length != length or not self._fits(sequence, batch, key.shape[2]):
+                continue
+            left = sequence.left_key()
+            rows = None if left is None else reorder.row_map(left[:, :, :length], key[:, :, :length])
+            if rows is not None:
+                followed = REGISTRY.static_successor(sequence, keys[0])
+                reorder.follow(followed, rows)
+                statistics.reordered += 1
+                return followed, followed is sequence
+        return None, False
 
     def _reaches(self, sequence: Sequence, length: int) -> bool:
         """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.
@@ -382,13 +455,16 @@ class GraphRunner:
         return sizes == (self.config, self.plan.geometry, batch, capacity)
 
     def _new_static(self, batch: int, capacity: int) -> Sequence:
+        REGISTRY.forget_orphan()
         return Sequence(self.config, self.plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
 
-    def _remember_static(self, key: torch.Tensor, counter: torch.Tensor | None, sequence: Sequence) -> None:
+    def _remember_static(self, keys: list[torch.Tensor], counter: torch.Tensor | None, sequence: Sequence) -> None:
         """What the next call must find to go on without looking at the cache. counter: of a graph that advances it."""
+        key = keys[0]
         if key.is_inference():
             return
         sequence.version = key._version
+        sequence.remember_key(keys[-1])
         sequence.remember_counter(counter if self.counts else None)
         if REGISTRY.static_sequence(key) is not sequence:
             REGISTRY.bind_static(key, sequence)

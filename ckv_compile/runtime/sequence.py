@@ -33,6 +33,7 @@ from ckv_compile.runtime.device_graph import ArrivingGraphs
 from ckv_compile.runtime.index import CommunityIndex, Packed
 from ckv_compile.runtime.layer_edges import LayerEdges
 from ckv_compile.runtime.moments import moment, seconds_between
+from ckv_compile.runtime.rows import Origin, Origins
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
 from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
@@ -55,6 +56,15 @@ class Finished:
     packed: Packed
     errors: list[str]
     joins: bool = False  # blocks that are published already
+    rows: Origin = dataclasses.field(default_factory=Origin)  # where its rows went since it was submitted
+
+    def arranged(self) -> Finished:
+        """The same by the rows of now."""
+        rows = self.rows.rows
+        if rows is None:
+            return self
+        result, packed = self.rows.now(self.result), self.packed.of_rows(rows)
+        return dataclasses.replace(self, result=result, packed=packed, rows=Origin())
 
 
 class Sequence:
@@ -80,6 +90,7 @@ class Sequence:
         self.length_device = torch.zeros(1, dtype=torch.int32, device=device)
         self.version = -1  # of a static cache's first K after our last step
         self._counter: tuple[weakref.ref[torch.Tensor], int] | None = None  # of a static cache, and its version then
+        self._last_key: tuple[torch.Tensor, int] | None = None  # of a static cache's last layer, and its version then
         self.check: StepCheck | None = None  # verifies steps since one was judged
         self.captured = False  # the caller recorded a step: its replays change the cache behind our back
         self.first_device = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -96,6 +107,7 @@ class Sequence:
         self.closed = [0] * geometry.num_layers  # tokens up to which blocks were joined, or could not be
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
+        self.origins = Origins()
         self.turns = Turns(config, geometry.num_layers)
         self.prompt = 0  # tokens of the newest prefill and before: they are published as soon as they are back
         self.unseen_queries = False
@@ -110,7 +122,7 @@ class Sequence:
 
     def restart(self, first: list[int], length: int = 0) -> None:
         """Begin anew in the same buffers: a prompt, or a cache of ``length`` tokens of which nothing else is known."""
-        self._forget_judgement()
+        self.forget_judgement()
         self.captured = False
         self.prefilled_at = None
         self._forget_submitted()
@@ -125,7 +137,7 @@ class Sequence:
 
     def prefilled(self, length: int) -> None:
         """A prefill has run; the cache holds ``length`` tokens."""
-        self._forget_judgement()
+        self.forget_judgement()
         self.length = self.prompt = self.refreshed_at = self.repaired_at = length
         self.length_device.fill_(length)
         self.statistics.prefills += 1
@@ -157,13 +169,14 @@ class Sequence:
             ticket.cancel()
         self.index.release()
         self.edges = [LayerEdges() for _ in self.edges]
+        self._last_key = None
         for finished in (self.inbox, self.waiting, self.joined):
             finished.clear()
         _live.pop(self.identifier, None)
 
     def truncate(self, length: int) -> None:
         """The cache was cropped to ``length`` tokens, or a call that would have gone beyond them failed."""
-        self._forget_judgement()
+        self.forget_judgement()
         # Rejected drafts were never submitted: what is under way then describes tokens that stay.
         reached = max(self.refreshed_at, *self.submitted, *(edges.tokens for edges in self.edges))
         if reached > length:
@@ -196,7 +209,7 @@ class Sequence:
 
     def grow(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; the buffers move."""
-        self._forget_judgement()
+        self.forget_judgement()
         self.shape = IndexShape.for_cache(self.config, self.geometry, self.batch, capacity)
         self.index = self.index.grown(self.shape)
 
@@ -204,10 +217,10 @@ class Sequence:
 
     def judged(self) -> None:
         """The mask of a step was read and fits; later steps are verified on the device."""
-        self._forget_judgement()
+        self.forget_judgement()
         self.check = StepCheck(self.batch, self.shape.tokens, self.first, self.length, self.geometry.device)
 
-    def _forget_judgement(self) -> None:
+    def forget_judgement(self) -> None:
         """The next step must be looked at again."""
         self.audit()
         self.check = self._counter = None
@@ -239,6 +252,26 @@ class Sequence:
         reference, version = self._counter
         return reference() is counter and counter._version == version
 
+    def remember_key(self, key: torch.Tensor) -> None:
+        """key: K of a static cache's last layer, as our call left it.
+
+        By it the cache is known again when its rows have moved into a new one; its memory may so outlive the cache.
+        """
+        if self._last_key is None or self._last_key[0].data_ptr() != key.data_ptr():
+            self._last_key = key.detach(), key._version  # another tensor: that of the cache must be free to die
+        else:
+            self._last_key = self._last_key[0], key._version
+
+    def left_key(self) -> torch.Tensor | None:
+        """What ``remember_key`` kept, if nobody wrote to it since."""
+        if self._last_key is None or self._last_key[0]._version != self._last_key[1]:
+            return None
+        return self._last_key[0]
+
+    def may_move(self) -> bool:
+        """Whether the rows of a static cache that dies may have moved into another one."""
+        return self.batch > 1 and self._last_key is not None
+
     # ------------------------------------------------------------------ submission
 
     def observe(self, layer: int, query: torch.Tensor, key: torch.Tensor, length: int, scale: float) -> None:
@@ -263,7 +296,7 @@ class Sequence:
             if not self.unseen_queries:
                 self.offer_blocks(layer, key, upto, final=length == 0)
         elif self.edges[layer].tokens == upto:
-            self._offer_whole(layer, warm=length > 0)
+            self.offer_whole(layer, warm=length > 0)
 
     @property
     def in_blocks(self) -> bool:
@@ -292,7 +325,7 @@ class Sequence:
         if edges.tokens < self.length:
             return
         if anew:
-            self._offer_whole(layer, warm=True)
+            self.offer_whole(layer, warm=True)
         elif edges.kept is not None:
             self._offer_repair(layer)
 
@@ -307,7 +340,7 @@ class Sequence:
 
     def keep(self, finished: Finished) -> None:
         """A partition of a whole layer was published: what the next one starts from."""
-        self.edges[finished.layer].keep(finished.result, finished.stop)
+        self.edges[finished.layer].keep(finished.result, finished.stop, self.origins.now)
 
     def offer_blocks(self, layer: int, key: torch.Tensor, upto: int, *, final: bool) -> None:
         """Submit what a layer holds behind what was submitted: all of it, or as many whole blocks as there are."""
@@ -350,23 +383,22 @@ class Sequence:
             self.length, joins=True,
         )  # fmt: skip
 
-    def _offer_whole(self, layer: int, *, warm: bool) -> None:
+    def offer_whole(self, layer: int, *, warm: bool) -> None:
         """Have all of a layer partitioned; warm: from what there is of it."""
         edges, common = self.edges[layer], (self.shape.graphs, self.config, self.memory, layer, self._backlog())
-        later = None if edges.kept is None else edges.since(len(edges.kept[0][0].labels))
+        kept, later = edges.kept_partition(), edges.pieces_behind()
         if warm and later:
-            given: tuple = (jobs.refresh_edges, later, edges.kept, *common)
+            given: tuple = (jobs.refresh_edges, later, kept, *common)
         else:
             first = [row + self.config.num_sink_tokens for row in self.first]
-            given = (jobs.partition_edges, list(edges.pieces), edges.kept if warm else None, first, *common)
+            given = (jobs.partition_edges, edges.all_pieces(), kept if warm else None, first, *common)
         self._submit(layer, 0, edges.tokens, *given, by_graph=True)
 
     def _offer_repair(self, layer: int) -> None:
         edges = self.edges[layer]
-        assert edges.kept is not None
-        pieces = edges.since(len(edges.kept[0][0].labels))
+        pieces = edges.pieces_behind()
         if pieces:
-            given = pieces, edges.kept, self.shape.graphs, self.config
+            given = pieces, edges.kept_partition(), self.shape.graphs, self.config
             self._submit(layer, 0, edges.tokens, jobs.repair_edges, *given)
 
     def _backlog(self):
@@ -383,7 +415,7 @@ class Sequence:
 
         It returns partitions ``[row][graph]``. by_graph: those of one graph, ``[row]``; its number follows ``args``.
         """
-        epoch, inbox, device = self.epoch, self.inbox, self.geometry.device
+        epoch, inbox, device, rows = self.epoch, self.inbox, self.geometry.device, self.origins.now
         graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
         sinks, first, page = self.config.num_sink_tokens, list(self.first), self.config.mean_size
         assert len(first) == batch
@@ -396,7 +428,7 @@ class Sequence:
 
         def deliver(result: list[list], errors: list[str]) -> None:
             packed = Packed.of(result, device)  # here, in the worker
-            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins))
+            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins, rows))
 
         def submit(given: tuple, on_done, *graph: int) -> None:
             ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
@@ -464,7 +496,8 @@ class Sequence:
             first = [row + self.config.num_sink_tokens for row in self.first]
             graphs = ArrivingGraphs.send(neighbor, weight, keys, first, self.shape.graphs, self.config)
         arriving = None if keys is None else Arriving(keys)
-        return jobs.EdgePiece(Arriving(neighbor), Arriving(weight), arriving, neighbor.shape[2], graphs)
+        lists = Arriving(neighbor), Arriving(weight), arriving
+        return jobs.EdgePiece(*lists, neighbor.shape[2], graphs, self.origins.now)
 
     def _collect_logged_edges(self, layer: int) -> None:
         """Take the edges of generated tokens, which decode steps logged; a worker gets them when they have arrived."""

@@ -106,6 +106,13 @@ class SlabPool:
             self._slabs.append(slab)
             return slab
 
+    def reserve(self, slab: KVSlab) -> bool:
+        """Reserve a slab as ``take`` does, with what its last cache left in it; whether it was free."""
+        with self._lock:
+            free = slab in self._slabs and slab.free()
+            slab.reserved |= free
+            return free
+
     def slabs(self) -> list[KVSlab]:
         with self._lock:
             return list(self._slabs)

@@ -36,6 +36,7 @@ class RunStatistics:
     decode_steps: int = 0
     sparse_steps: int = 0
     adopted: int = 0  # caches that were copied or met without their prefill
+    reordered: int = 0  # caches whose rows are those of an earlier one, so that its index followed
     tokens_attended: int = 0  # summed over rows, graphs, layers and steps
     tokens_in_context: int = 0
     partition_seconds: float = 0.0  # CPU seconds of the workers
