@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -201,7 +201,7 @@ def replace_padding(graph: fx.Graph, padding: fx.Node, first: fx.Node) -> bool:
             else:
                 return False
     for read in reads:
-        row, position = read.args[1]
+        row, position = cast(tuple, read.args[1])
         with graph.inserting_before(read):
             begin = graph.call_function(operator.getitem, (first, (row,)))
             real = graph.call_function(operator.ge, (position, begin))

@@ -267,6 +267,8 @@ def test_weights_and_edges_are_those_of_the_rows_with_workers_beside(graph):
         assert_consistent_index(beams.sequence)
         if graph == "attention":
             beams.assert_weights_of_eq_7()
+    beams.sequence.wait()
+    beams.sequence.publish()
     assert beams.sequence.index.marks[0][-1][0] > PROMPT
     assert not beams.sequence.statistics.failures
 
