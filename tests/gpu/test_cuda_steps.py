@@ -189,6 +189,24 @@ def test_a_step_beside_sliding_windows_is_recorded_once(family, implementation, 
     assert recorded[2] == recorded[1]
 
 
+@pytest.mark.parametrize(("graph", "workers"), [("keys", 0), ("attention", 0), ("keys", 2)])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_an_index_follows_the_beams(cache, graph, workers):
+    model = tiny_model("llama").cuda()
+    inputs = {name: tensor.cuda() for name, tensor in prompt(tokens=60, padded=True).items()}
+    given = {**inputs, "max_new_tokens": 24, "num_beams": 3, "do_sample": False}
+    given |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    expected = model.generate(**given)
+    module = compiled(model, graph=graph, workers=workers)
+    for _ in range(2):
+        assert torch.equal(module.generate(**given), expected)
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.caches_reordered > 10
+    assert explanation.caches_adopted <= 2
+    if not workers:
+        assert explanation.sparse_steps == explanation.decode_steps
+
+
 @pytest.mark.parametrize("append", ["attend", "assign"])
 def test_512_greedy_tokens_within_the_budget_are_those_of_dense_steps(append):
     model = tiny_model("llama", max_position_embeddings=1024).cuda()
