@@ -33,7 +33,7 @@ CELL_SECONDS = 25.0  # that a cell is not begun without
 MARGIN_GIB = 2.0  # of a process beside its tensors
 CURVE_MODEL, MOE_MODEL = "qwen2.5-7b", "gpt-oss-20b"
 SMALL_MODELS = {"qwen2.5-7b": "tiny-qwen2", "gpt-oss-20b": "tiny-gpt-oss"}  # the others are "tiny"
-WINDOW_SOURCES = r".*cumulative_length.*"  # of a cache's layers with a window
+WINDOW_SOURCES = r".*(cumulative_length|attention_mask).*"  # what differs from step to step where layers have a window
 PROMPT_SOURCES = r".*(input_ids|attention_mask|position_ids).*"  # whose sizes differ from prompt to prompt
 ARMS = {  # of table 5: options of the backend
     "keys": {"graph": "keys"},

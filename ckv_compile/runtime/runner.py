@@ -23,8 +23,9 @@ import torch
 
 from ckv_compile.community.partition import warm_up
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import cuda_graphs, reorder
+from ckv_compile.runtime import cuda_graphs
 from ckv_compile.runtime.block_lists import visits_causal
+from ckv_compile.runtime.caches import Caches
 from ckv_compile.runtime.cuda_graphs import CudaGraphs
 from ckv_compile.runtime.padding import left_padding, padding_of_given
 from ckv_compile.runtime.registry import REGISTRY
@@ -76,6 +77,7 @@ class GraphRunner:
         counts: bool = False,
     ) -> None:
         self.plan, self.config, self.compiled, self.dense, self.entry_of = plan, config, compiled, dense, entry_of
+        self.caches = Caches(config, plan.geometry)
         self.graphs, self.counts = graphs or CudaGraphs("the graph was not compiled"), counts
         self._index_names = tuple(
             name for name in plan.state if not name.startswith(("key_", "value_")) and name not in ("length", "first")
@@ -111,7 +113,7 @@ class GraphRunner:
         slab = REGISTRY.pool.take(plan.geometry, batch, new)
         try:
             sequence = REGISTRY.attach(slab, self.config, plan.geometry, batch)
-            self._begin(sequence, statistics, first)
+            self.caches.begin(sequence, statistics, first)
             return self._prefill(args, sequence, slab, new)
         finally:
             slab.reserved = False
@@ -127,7 +129,7 @@ class GraphRunner:
         first = self._padding(args, batch, length + new)
         if first is None:
             return self._run_dense(args, statistics, NOT_LEFT_PADDING)
-        sequence, slab = self._locate(past, batch, new, first, statistics)
+        sequence, slab = self.caches.locate(past, batch, new, first, statistics)
         try:
             sequence.publish()
             sequence.before_later_prefill()
@@ -158,7 +160,7 @@ class GraphRunner:
         past = self._past(args)
         if self._counts_otherwise(args, past[0].shape[2]):
             return self._run_dense(args, statistics, OTHER_COUNT)
-        sequence, slab = self._known(past)
+        sequence, slab = self.caches.known(past)
         if sequence is not None and sequence.length + self._new > slab.capacity:
             sequence = slab = None
         if captured:
@@ -173,7 +175,7 @@ class GraphRunner:
             first = self._padding(args, batch, length + self._new)
             if first is None:
                 return self._run_dense(args, statistics, NOT_LEFT_PADDING)
-            sequence, slab = self._locate(past, batch, self._new, first, statistics)
+            sequence, slab = self.caches.locate(past, batch, self._new, first, statistics)
             if self._verifies_later and self._masked:
                 sequence.judged()
         slab.reserved = True
@@ -206,104 +208,6 @@ class GraphRunner:
         lengths = {tensor.shape[2] for tensor in past}
         return lengths.pop() if len(lengths) == 1 else None
 
-    def _known(self, past: Arguments[torch.Tensor]):
-        """The sequence whose slab holds exactly these past K and V at its present length."""
-        slab = REGISTRY.slab_at(past[0].data_ptr())
-        sequence = None if slab is None else REGISTRY.sequence_of(slab)
-        if slab is None or sequence is None or sequence.config != self.config or sequence.length != past[0].shape[2]:
-            return None, None
-        return (sequence, slab) if slab.holds(past, sequence.length) else (None, None)
-
-    def _locate(
-        self, past: Arguments[torch.Tensor], batch: int, new: int, first: list[int], statistics
-    ) -> tuple[Sequence, KVSlab]:
-        """The sequence and slab of the past K and V, with room for ``new`` tokens; copies where it must. Reserved."""
-        plan = self.plan
-        sequence, slab = self._known(past)
-        length = past[0].shape[2]
-        if sequence is None:
-            sequence, slab = self._cropped(past, length)
-        if sequence is None:
-            sequence, slab = self._reordered(past, batch, length, new, statistics)
-        if sequence is None:
-            slab = REGISTRY.pool.take(plan.geometry, batch, length + new)
-            for view, tensor in zip(slab.views(length), past, strict=True):
-                view.copy_(tensor)
-            sequence = REGISTRY.attach(slab, self.config, plan.geometry, batch)
-            statistics.adopted += 1
-            self._begin(sequence, statistics, first, length)
-            sequence.offer_all()
-        elif length + new > slab.capacity:
-            larger = REGISTRY.pool.take(plan.geometry, batch, length + new + slab.capacity // 2)
-            for target, source in zip(larger.views(length), slab.views(length), strict=True):
-                target.copy_(source)
-            REGISTRY.move(sequence, slab, larger)
-            slab.reserved = False
-            slab = larger
-        slab.reserved = True
-        if sequence.first != first:
-            # Other rows are padded than when the index was built: it describes another mask.
-            self._begin(sequence, statistics, first, length)
-            sequence.offer_all()
-        if sequence.captured:
-            # Replays of the caller's may have gone on from here; the cache that this call was given did not.
-            sequence.length_device.fill_(length)
-        sequence.account_to(statistics)
-        return sequence, slab
-
-    def _cropped(self, past: Arguments[torch.Tensor], length: int):
-        """The sequence of a cache that was cropped in place; none if another cache still views the longer content."""
-        slab = REGISTRY.slab_at(past[0].data_ptr())
-        sequence = None if slab is None else REGISTRY.sequence_of(slab)
-        if slab is None or sequence is None or sequence.config != self.config or length >= sequence.length:
-            return None, None
-        if not slab.holds(past, length) or slab.foreign_uses() > len(past):
-            return None, None
-        sequence.truncate(length)
-        return sequence, slab
-
-    def _reordered(self, past: Arguments[torch.Tensor], batch: int, length: int, new: int, statistics):
-        """The sequence of a cache that is known, if all rows of this one are rows of it, and a slab with its K and V.
-
-        Where nobody holds that cache any more they are its own, so that no address changes; otherwise copies. Reserved.
-        """
-        pool = REGISTRY.pool
-        for slab in sorted(pool.slabs(), key=KVSlab.foreign_uses):
-            sequence = REGISTRY.sequence_of(slab)
-            if sequence is None or sequence.length != length or not self._fits(sequence, batch, slab.capacity):
-                continue
-            free = pool.reserve(slab)
-            if not free and slab.reserved:
-                continue  # a call is under way
-            found = None
-            try:
-                found = self._follow(sequence, slab, past, None if free else max(length + new, slab.capacity))
-            finally:
-                slab.reserved = free and found is not None
-            if found is not None:
-                statistics.reordered += 1
-                return found
-        return None, None
-
-    def _follow(self, sequence: Sequence, slab: KVSlab, past: Arguments[torch.Tensor], room: int | None):
-        """A sequence and slab that follow into past K and V, or None if not all of their rows are rows of this slab.
-
-        room: None where the slab and its sequence follow themselves; else the least room of a slab for a twin.
-        """
-        length = sequence.length
-        rows = reorder.row_map(slab.views(length)[-2], past[-2])
-        if rows is None:
-            return None
-        if room is not None:
-            slab = REGISTRY.pool.take(self.plan.geometry, sequence.batch, room)
-            sequence = REGISTRY.attach_twin(slab, sequence)
-        for view, tensor in zip(slab.views(length), past, strict=True):
-            view.copy_(tensor)
-        reorder.follow(sequence, rows)
-        if room is not None:
-            sequence.offer_all()
-        return sequence, slab
-
     # ------------------------------------------------------------------ static caches
 
     def _static_prefill(self, args, statistics):
@@ -315,11 +219,11 @@ class GraphRunner:
         if first is None:
             return self._run_dense(args, statistics, NOT_CAUSAL)
         if plan.static_in_outputs:
-            sequence = self._new_static(batch, plan.static_capacity(args))
-            self._begin(sequence, statistics, first)
+            sequence = self.caches.new_static(batch, plan.static_capacity(args))
+            self.caches.begin(sequence, statistics, first)
         else:
             keys = [args[i] for i in plan.static_keys]
-            sequence, _ = self._static_sequence(keys, batch, first, length, statistics)
+            sequence, _ = self.caches.static_sequence(keys, batch, first, length, statistics)
             sequence.keys = keys.__getitem__
         sequence.length_host.fill_(length)
         try:
@@ -337,7 +241,7 @@ class GraphRunner:
         for key in keys:
             # Compiled prefill makes these buffers itself, so the cache's own marking never ran.
             torch._dynamo.mark_static_address(key)
-        self._remember_static(keys, None, sequence)
+        self.caches.remember_static(keys, None, sequence)
         return results
 
     def _static_decode(self, args, statistics):
@@ -351,7 +255,7 @@ class GraphRunner:
                 args, statistics, "a static cache made under torch.inference_mode() cannot be tracked"
             )
         sequence = REGISTRY.static_sequence(key)
-        if sequence is not None and not self._is_left(sequence, key):
+        if sequence is not None and not self.caches.is_left(sequence, key):
             sequence = None
         known = True
         if captured:
@@ -365,7 +269,7 @@ class GraphRunner:
                 return self._run_dense(args, statistics, NOT_CAUSAL)
             if sequence is not None and sequence.captured and sequence.length < length:
                 sequence.length = length  # by replays of the caller's, which wrote nothing but new tokens
-            sequence, known = self._static_sequence(keys, batch, first, length, statistics)
+            sequence, known = self.caches.static_sequence(keys, batch, first, length, statistics)
             if self._verifies_later and (self._masked or not self.counts):
                 sequence.judged()
         if self._counts_otherwise(args, sequence.length):
@@ -384,90 +288,12 @@ class GraphRunner:
                 *self._kept(args), sequence.first_device, *sequence.index.nominal_of(self._index_names)
             )
             sequence.length += self._new
-            self._remember_static(keys, counter, sequence)
+            self.caches.remember_static(keys, counter if self.counts else None, sequence)
             if not captured:
                 sequence.offer_appended()
         finally:
             sequence.keys = sequence.values = None
         return self._outputs(self.graphs.keep(results, args), [], args)
-
-    def _static_sequence(
-        self, keys: list[torch.Tensor], batch: int, first: list[int], length: int, statistics
-    ) -> tuple[Sequence, bool]:
-        """The sequence of a static cache that holds ``length`` tokens, and whether all of them were offered."""
-        key = keys[0]
-        sequence = REGISTRY.static_sequence(key)
-        if sequence is None or key.is_inference() or not self._fits(sequence, batch, key.shape[2]):
-            sequence, known = self._reordered_static(keys, batch, length, statistics)
-            if sequence is not None and sequence.first == first:
-                sequence.account_to(statistics)
-                return sequence, known
-            if sequence is None:
-                sequence = self._new_static(batch, key.shape[2])
-        elif (
-            length and sequence.version == key._version and sequence.first == first and self._reaches(sequence, length)
-        ):
-            if length < sequence.length:
-                sequence.truncate(length)
-            sequence.account_to(statistics)
-            return sequence, True
-        # The cache was reset, or holds what the backend never saw; another version: somebody else wrote to it.
-        statistics.adopted += int(length > 0)
-        self._begin(sequence, statistics, first, length)
-        return sequence, False
-
-    def _reordered_static(
-        self, keys: list[torch.Tensor], batch: int, length: int, statistics
-    ) -> tuple[Sequence | None, bool]:
-        """The sequence of a static cache whose rows are rows of one that is known, in which no call is under way.
-
-        And whether it is the same sequence, rather than a twin.
-        """
-        key = keys[-1]
-        if key.is_inference() or not length:
-            return None, False
-        for sequence in REGISTRY.static_sequences():
-            if sequence.keys is not None or sequence.length != length or not self._fits(sequence, batch, key.shape[2]):
-                continue
-            left = sequence.left_key()
-            rows = None if left is None else reorder.row_map(left[:, :, :length], key[:, :, :length])
-            if rows is not None:
-                followed = REGISTRY.static_successor(sequence, keys[0])
-                reorder.follow(followed, rows)
-                statistics.reordered += 1
-                return followed, followed is sequence
-        return None, False
-
-    def _reaches(self, sequence: Sequence, length: int) -> bool:
-        """Whether a static cache of ``length`` tokens is what its sequence knows, or was: a crop moves its counter only.
-
-        Replays of the caller's may have written behind a crop.
-        """
-        return sequence.length == length or (sequence.length > length and not sequence.captured)
-
-    def _is_left(self, sequence: Sequence, key: torch.Tensor) -> bool:
-        """Whether a static cache is as our last call left it, its counter aside."""
-        fits = self._fits(sequence, key.shape[0], key.shape[2])
-        return fits and sequence.length > 0 and sequence.version == key._version
-
-    def _fits(self, sequence: Sequence, batch: int, capacity: int) -> bool:
-        sizes = sequence.config, sequence.geometry, sequence.batch, sequence.shape.tokens
-        return sizes == (self.config, self.plan.geometry, batch, capacity)
-
-    def _new_static(self, batch: int, capacity: int) -> Sequence:
-        REGISTRY.forget_orphan()
-        return Sequence(self.config, self.plan.geometry, batch, capacity, None, REGISTRY.memory(self.config))
-
-    def _remember_static(self, keys: list[torch.Tensor], counter: torch.Tensor | None, sequence: Sequence) -> None:
-        """What the next call must find to go on without looking at the cache. counter: of a graph that advances it."""
-        key = keys[0]
-        if key.is_inference():
-            return
-        sequence.version = key._version
-        sequence.remember_key(keys[-1])
-        sequence.remember_counter(counter if self.counts else None)
-        if REGISTRY.static_sequence(key) is not sequence:
-            REGISTRY.bind_static(key, sequence)
 
     def _static_padding(self, args, batch: int, length: int, new: int) -> list[int] | None:
         if self.plan.mask is not None:
@@ -549,11 +375,6 @@ class GraphRunner:
         else:
             first = self._padding(args, self.plan.batch(args), length + self._new)
         return "a mask that is not left padding" if first is None else f"a mask that is zero for the first {first}"
-
-    def _begin(self, sequence: Sequence, statistics, first: list[int], length: int = 0) -> None:
-        sequence.settle()
-        sequence.statistics = statistics
-        sequence.restart(first, length)
 
     def _count(self, sequence: Sequence) -> None:
         statistics = sequence.statistics

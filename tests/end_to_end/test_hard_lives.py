@@ -213,11 +213,11 @@ def test_an_interrupted_call_never_happened(interpreted, model, monkeypatch, cac
             raise KeyboardInterrupt
         return runner.call(args, runner.entry_of(args).statistics)
 
-    def interrupted_outputs(runner, results, views):
+    def interrupted_outputs(runner, *args):
         if hurt == ["after"]:
             hurt.clear()
             raise KeyboardInterrupt
-        return original(runner, results, views)
+        return original(runner, *args)
 
     monkeypatch.setattr(GraphRunner, "__call__", interrupted_call)
     monkeypatch.setattr(GraphRunner, "_outputs", interrupted_outputs)
