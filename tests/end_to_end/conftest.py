@@ -11,8 +11,11 @@ def fresh_process_state():
     torch._dynamo.reset()
     report._entries.clear()
     report._warned.clear()
+    limit = torch._dynamo.config.recompile_limit
     yield
     torch._dynamo.reset()
+    left, torch._dynamo.config.recompile_limit = torch._dynamo.config.recompile_limit, limit
+    assert left == limit, "dynamo's limit is the user's"
 
 
 @pytest.fixture
