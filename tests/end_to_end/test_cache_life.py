@@ -175,9 +175,9 @@ def test_layers_that_hold_different_numbers_of_tokens_are_dense(interpreted, mod
         return [step(module, tokens(1, 2), cache)]
 
     try:
-        story(model)
+        story(torch.compile(model, backend="eager"))
     except RuntimeError:
-        pytest.skip("this version of transformers makes one mask for all layers")
+        pytest.skip("this version of transformers makes one mask for all layers of a graph")
     module = compiled(model)
     assert_same_story(model, module, story)
     explanation = ckv_compile.explain(module, show=False)
@@ -203,9 +203,9 @@ def test_beams_follow_the_reordered_cache(interpreted, model, cache, padded):
 def test_assisted_decoding_crops_and_stays_exact(interpreted, model):
     """Some versions of transformers have the first drafts in the first call, which ends the last block behind them."""
     assistant = tiny_model("llama", seed=5, num_hidden_layers=1)
-    inputs = prompt(batch=1, tokens=40)
+    inputs = prompt(batch=1, tokens=80)
     expected = model.generate(**inputs, max_new_tokens=20, assistant_model=assistant, do_sample=False)
-    module = compiled(model, block_size=16, append_block=8)
+    module = compiled(model, block_size=64, append_block=16)
     assert torch.equal(
         module.generate(**inputs, max_new_tokens=20, assistant_model=assistant, do_sample=False), expected
     )
