@@ -98,7 +98,8 @@ class Sequence:
         self.length_host = torch.zeros(1, dtype=torch.int32)
         self.ticket = torch.tensor([self.identifier, 0], dtype=torch.int64)
         self.inbox: collections.deque[Finished] = collections.deque()
-        self.epoch = 0  # results of an earlier epoch belong to tokens that are gone
+        self.epoch = 0  # of an earlier one, results belong to tokens that are gone, but for those
+        self._stays: dict[int, int] = {}  # of blocks that end within so many tokens
         self.pending: set[Any] = set()
         self._pending_lock = threading.Lock()
         self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
@@ -165,6 +166,7 @@ class Sequence:
     def abandon(self) -> None:
         """The cache is gone and with it the index; only ``settle`` may follow. Touches no tensor and takes no lock."""
         self.epoch += 1
+        self._stays = {}
         for ticket in list(self.pending):
             ticket.cancel()
         self.index.release()
@@ -180,12 +182,12 @@ class Sequence:
         # Rejected drafts were never submitted: what is under way then describes tokens that stay.
         reached = max(self.refreshed_at, *self.submitted, *(edges.tokens for edges in self.edges))
         if reached > length:
-            self._forget_submitted()
+            self._forget_submitted(length if self.in_blocks else 0)
         self.index.truncate(length)
-        self.awaited = [min(tokens, length) for tokens in self.awaited]
         for layer, edges in enumerate(self.edges):
             if reached > length:
-                self.submitted[layer] = self.index.marks[layer][-1][0] if self.index.marks[layer] else 0
+                self.submitted[layer] = self._still_submitted(layer)
+            self.awaited[layer] = min(self.awaited[layer], self.submitted[layer] if self.in_blocks else length)
             if edges.tokens > length:
                 edges.truncate(length)
             marks = self.index.marks[layer]
@@ -195,17 +197,32 @@ class Sequence:
         self.repaired_at = min(self.repaired_at, length)
         self.length_device.fill_(length)
 
-    def _forget_submitted(self) -> None:
-        """No partition under way is wanted any more: its tokens are gone."""
+    def _forget_submitted(self, kept: int = 0) -> None:
+        """Of what is under way, only blocks that end within the first ``kept`` tokens are wanted: the others are gone."""
+        self._stays = {epoch: min(kept, stays) for epoch, stays in (*self._stays.items(), (self.epoch, kept)) if kept}
         self.epoch += 1
-        self.waiting.clear()
+        self.waiting = {place: finished for place, finished in self.waiting.items() if finished.stop <= kept}
         self.joined.clear()
         self.joining.clear()
         self.turns.anew()
         with self._pending_lock:
-            pending, self.pending = list(self.pending), set()
-        for ticket in pending:
+            gone = {ticket for ticket in self.pending if ticket.description[2] > kept}
+            self.pending -= gone
+        for ticket in gone:
             ticket.cancel()
+
+    def wants(self, finished: Finished) -> bool:
+        """Whether what came back is of tokens that are still there."""
+        stays = not finished.joins and finished.stop <= self._stays.get(finished.epoch, 0)
+        return finished.epoch == self.epoch or stays
+
+    def _still_submitted(self, layer: int) -> int:
+        """Tokens of a layer up to which blocks are published or under way."""
+        came = [one for one in (*self.waiting.values(), *list(self.inbox)) if one.layer == layer and self.wants(one)]
+        with self._pending_lock:
+            made = [ticket.description[2] for ticket in self.pending if ticket.description[0] == layer]
+        published = [tokens for tokens, _ in self.index.marks[layer]]
+        return max([0, *published, *made, *(one.stop for one in came)])
 
     def grow(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; the buffers move."""
@@ -533,7 +550,7 @@ class Sequence:
             self.wait()
         while self.inbox:
             finished = self.inbox.popleft()
-            if finished.epoch != self.epoch:
+            if not self.wants(finished):
                 continue
             for error in finished.errors:
                 self._failed(error)

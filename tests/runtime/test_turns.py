@@ -1,10 +1,13 @@
 """Layers have their turn one after another between decode steps: few at a time, all in the end, and none of it shows."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
+from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import moments, turns
 from ckv_compile.runtime import sequence as sequences
@@ -145,6 +148,32 @@ def test_a_crop_and_a_later_turn_find_layers_indexed_up_to_different_tokens():
     prefill(sequence, 64)
     sequence.publish(spread=True)
     assert ends(sequence) == [[64]] * LAYERS
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+def test_a_crop_keeps_the_blocks_under_way_whose_tokens_stay(came_back):
+    """Drafts are rejected while the prompt is being partitioned: only the block that held them begins anew."""
+    release, config = threading.Event(), config_of(workers=1)
+    pool = shared_pool(1, config.partition_timeout)
+    ticket = pool.submit(lambda stop: release.wait(60))
+    sequence = bare_sequence(config, 400, layers=LAYERS)
+    prefill(sequence, 200)
+    if came_back:
+        release.set()
+        sequence.wait()
+    sequence.truncate(150)
+    assert sequence.submitted == sequence.awaited == [128] * LAYERS
+    extend_sequence(sequence, 3)
+    release.set()
+    assert pool.wait(ticket, 60)
+    settle(sequence)
+    assert ends(sequence) == [[64, 128]] * LAYERS
+    extend_sequence(sequence, 60)
+    settle(sequence)
+    assert ends(sequence) == [[64, 128, 192]] * LAYERS
+    assert_consistent_index(sequence)
+    assert not sequence.statistics.failures
+    assert sequence.statistics.index_lag_seconds or sequence.index_lags
 
 
 def test_layers_have_their_turn_in_time():
