@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ckv_compile.passes import graph_edit
-from ckv_compile.passes.index_expressions import is_tensor, size_expr, target_name
+from ckv_compile.passes.index_expressions import is_tensor, memory_owner, size_expr, target_name
 
 _ELEMENTWISE = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne"})
 _CASTS = frozenset({"to", "bool"})
@@ -155,7 +155,7 @@ class _Tensors:
 
 
 def let_windows_go(graph: fx.Graph) -> None:
-    """Outputs that are the last tokens of a K or V [B, H, n, D] become tensors of their own, contiguous.
+    """Outputs that are the last tokens of a K or V [B, H, n, D] of this graph's become tensors of their own, contiguous.
 
     As views they keep all n tokens alive, and their strides are those of n: dynamo compiled a step anew for each length of
     a prompt, and once more for the step behind it.
@@ -173,6 +173,8 @@ def let_windows_go(graph: fx.Graph) -> None:
 def _is_window(node: fx.Node) -> bool:
     if node.target is not operator.getitem or not is_tensor(node) or not isinstance(node.args[1], tuple):
         return False
+    if memory_owner(node).op == "placeholder":
+        return False  # whoever writes to the input expects to see it here
     index = node.args[1]
     if node.meta["example_value"].dim() != 4 or len(index) < 3 or not isinstance(index[2], slice):
         return False

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckv_compile.passes import graph_edit
-from ckv_compile.passes.window_layers import replace_counts, replace_padding
+from ckv_compile.passes.window_layers import let_windows_go, replace_counts, replace_padding
 from ckv_compile.testing import capture_call
 
 
@@ -111,3 +111,25 @@ def test_a_mask_that_is_read_otherwise_stays(function):
     before = str(gm.graph)
     assert not replace_padding(gm.graph, nodes[0], nodes[1])
     assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "goes"),
+    [
+        (lambda x: torch.cat([x, x], -2)[:, :, -3:, :], True),
+        (lambda x: (x + 1)[:, :, -3:], True),
+        (lambda x: x[:, :, -3:, :], False),
+        (lambda x: (x + 1)[:, :, 3:, :], False),
+        (lambda x: (x + 1)[:, 1:, -3:, :], False),
+        (lambda x: (x + 1)[0, :, -3:], False),
+    ],
+    ids=["joined", "computed", "input", "behind", "heads", "row"],
+)
+def test_windows_of_what_a_graph_computes_go_alone(function, goes):
+    x = torch.arange(2 * 2 * 5 * 4).view(2, 2, 5, 4).float()
+    gm = capture_call(function, x).gm
+    let_windows_go(gm.graph)
+    gm.recompile()
+    (found,) = gm(x)
+    assert torch.equal(found, function(x))
+    assert (found.untyped_storage().nbytes() == found.nbytes) == goes
