@@ -80,6 +80,13 @@ def size_expr(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
+def hint_of(size: object) -> int | None:
+    """The size in the call that was traced; reading it adds no guard. None if it is no number or not known."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else None
+    return size if isinstance(size, int) else None
+
+
 def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
     return tuple(size_expr(size) for size in node.meta["example_value"].shape)
 

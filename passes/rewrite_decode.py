@@ -26,7 +26,7 @@ from ckv_compile.index_layout import (
     visit_slots,
 )
 from ckv_compile.passes import graph_edit
-from ckv_compile.passes.index_expressions import shape_of
+from ckv_compile.passes.index_expressions import hint_of, shape_of
 from ckv_compile.passes.match_attention import AttentionSite, Cache
 from ckv_compile.passes.rewrite_plan import (
     RewritePlan,
@@ -324,14 +324,7 @@ def _replace_counts(
     left = [node for node in inputs if node in graph.nodes]
     if static_length is not None:
         return replace_counts(graph, left, outputs, inputs[static_length])
-    cached = _hint(sites[0].past_key.meta["example_value"].shape[2])
+    cached = hint_of(sites[0].past_key.meta["example_value"].shape[2])
     return replace_counts(
-        graph, [node for node in left if _hint(node.meta["example_value"]) == cached], outputs, state["length"]
+        graph, [node for node in left if hint_of(node.meta["example_value"]) == cached], outputs, state["length"]
     )
-
-
-def _hint(size: object) -> int | None:
-    """The size in the call that was traced; reading it adds no guard. None if it is no number or not known."""
-    if isinstance(size, torch.SymInt):
-        return size.node.hint if size.node.has_hint() else None
-    return size if isinstance(size, int) else None

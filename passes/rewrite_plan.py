@@ -92,9 +92,8 @@ class RewritePlan:
     exact: str | None = None  # of a prefill with so few tokens that it might have been one: why it is not
     symbolic: list[str] = dataclasses.field(default_factory=list)
     counts: list[int] = dataclasses.field(default_factory=list)  # inputs that must be the number of cached tokens
-    counted: dict[int, tuple[int, int]] = dataclasses.field(
-        default_factory=dict
-    )  # output: (input, what is added to it)
+    # By output: an input of those, and what is added to it.
+    counted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 def block_inputs(site: AttentionSite, inputs: list[fx.Node]) -> BlockInputs | None:

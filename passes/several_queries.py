@@ -12,6 +12,7 @@ from torch._guards import CompileContext, TracingContext
 
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import assigns_tokens
+from ckv_compile.passes.index_expressions import hint_of
 from ckv_compile.passes.match_attention import AttentionSite
 
 MAX_QUERIES = 8
@@ -30,7 +31,7 @@ def step_queries(sites: list[AttentionSite], config: CommunityConfig) -> tuple[i
     size = first.query.meta["example_value"].shape[2]
     if first.starts_empty:
         return None, None
-    known = _known(size)
+    known = hint_of(size)
     if known is None:
         return None, "the number of new tokens is symbolic and has no example"
     reason = _why_exact(first, config, known) if known <= MAX_QUERIES else None
@@ -46,13 +47,6 @@ def step_queries(sites: list[AttentionSite], config: CommunityConfig) -> tuple[i
             return None, None
         int(size)
     return (known, None) if known <= MAX_QUERIES else (None, None)
-
-
-def _known(size: int | torch.SymInt) -> int | None:
-    """The number of tokens, of the present call if it is symbolic; reading it adds no guard."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def _why_exact(site: AttentionSite, config: CommunityConfig, queries: int) -> str | None:

@@ -127,10 +127,10 @@ def _offer_refresh(sequence: Sequence) -> int:
         turns.refreshing.extend((layer, anew) for layer in range(turns.num_layers))
     layers = min(turns.offered, len(turns.refreshing))
     if not turns.refreshing[0][1] and not config.deterministic:
-        layers = min(layers, REPAIRS - sequence.jobs_under_way())
+        layers = max(0, min(layers, REPAIRS - sequence.jobs_under_way()))
     for _ in range(layers):
         sequence.refresh(*turns.refreshing.popleft())
-    return max(0, layers)
+    return layers
 
 
 def joinable(ends: list[int], closed: int, block: int) -> tuple[int, int] | None:

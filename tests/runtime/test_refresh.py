@@ -9,7 +9,6 @@ import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.community.graph import attention_graph
-from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import waiting_entry
 from ckv_compile.runtime import jobs, turns
@@ -229,18 +228,6 @@ def test_workers_pack_what_the_callers_thread_publishes(monkeypatch):
     story.steps(20)
     story.sequence.wait()
     assert set(packing) == {"ckv-partition"}
-
-
-@pytest.fixture
-def busy_worker():
-    """The only thread of the pool of one worker waits until ``set`` is called."""
-    began, release = threading.Event(), threading.Event()
-    pool = shared_pool(1, 60.0)
-    ticket = pool.submit(lambda stop: (began.set(), release.wait(60)))
-    assert began.wait(60)
-    yield release
-    release.set()
-    assert pool.wait(ticket, 60)
 
 
 @pytest.mark.usefixtures("layers_at_once")

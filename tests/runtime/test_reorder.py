@@ -1,14 +1,11 @@
 """Rows of a cache that move between steps (beam search): they are found again, and their index moves with them."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
 from ckv_compile.community.graph import attention_graph
-from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import IndexShape, state_dtypes
 from ckv_compile.runtime import reorder
@@ -271,18 +268,6 @@ def test_weights_and_edges_are_those_of_the_rows_with_workers_beside(graph):
     beams.sequence.publish()
     assert beams.sequence.index.marks[0][-1][0] > PROMPT
     assert not beams.sequence.statistics.failures
-
-
-@pytest.fixture
-def busy_worker():
-    """The only thread of the pool of one worker waits until ``set`` is called."""
-    began, release = threading.Event(), threading.Event()
-    pool = shared_pool(1, 60.0)
-    ticket = pool.submit(lambda stop: (began.set(), release.wait(60)))
-    assert began.wait(60)
-    yield release
-    release.set()
-    assert pool.wait(ticket, 60)
 
 
 @pytest.mark.usefixtures("layers_at_once")

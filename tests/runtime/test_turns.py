@@ -1,13 +1,10 @@
 """Layers have their turn one after another between decode steps: few at a time, all in the end, and none of it shows."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 import ckv_compile.ops  # noqa: F401
-from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.runtime import moments, turns
 from ckv_compile.runtime import sequence as sequences
@@ -151,21 +148,17 @@ def test_a_crop_and_a_later_turn_find_layers_indexed_up_to_different_tokens():
 
 
 @pytest.mark.parametrize("came_back", [False, True])
-def test_a_crop_keeps_the_blocks_under_way_whose_tokens_stay(came_back):
+def test_a_crop_keeps_the_blocks_under_way_whose_tokens_stay(busy_worker, came_back):
     """Drafts are rejected while the prompt is being partitioned: only the block that held them begins anew."""
-    release, config = threading.Event(), config_of(workers=1)
-    pool = shared_pool(1, config.partition_timeout)
-    ticket = pool.submit(lambda stop: release.wait(60))
-    sequence = bare_sequence(config, 400, layers=LAYERS)
+    sequence = bare_sequence(config_of(workers=1), 400, layers=LAYERS)
     prefill(sequence, 200)
     if came_back:
-        release.set()
+        busy_worker.set()
         sequence.wait()
     sequence.truncate(150)
     assert sequence.submitted == sequence.awaited == [128] * LAYERS
     extend_sequence(sequence, 3)
-    release.set()
-    assert pool.wait(ticket, 60)
+    busy_worker.set()
     settle(sequence)
     assert ends(sequence) == [[64, 128]] * LAYERS
     extend_sequence(sequence, 60)
