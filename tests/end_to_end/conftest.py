@@ -1,8 +1,11 @@
 """End-to-end tests: real transformers models with random weights, through the backend."""
 
+import gc
+
 import pytest
 import torch
 
+import ckv_compile
 from ckv_compile import backend, report
 
 
@@ -15,6 +18,15 @@ def fresh_process_state():
     yield
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = limit  # transformers 5.17 raises it for a prompt in chunks
+
+
+@pytest.fixture
+def no_cache_of_another_test():
+    gc.collect()
+    ckv_compile.free_memory()
+    yield
+    gc.collect()
+    ckv_compile.free_memory()
 
 
 @pytest.fixture

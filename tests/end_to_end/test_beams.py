@@ -20,18 +20,12 @@ GRAPHS = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("no_cache_of_another_test")
+
+
 @pytest.fixture
 def model():
     return tiny_model("llama")
-
-
-@pytest.fixture(autouse=True)
-def no_cache_of_another_test():
-    gc.collect()
-    ckv_compile.free_memory()
-    yield
-    gc.collect()
-    ckv_compile.free_memory()
 
 
 def compiled(model, **options):

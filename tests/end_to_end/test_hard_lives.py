@@ -20,15 +20,12 @@ EXACT = {"min_context": 0, "workers": 0}
 WINDOW = 64  # recent_window: its tokens may count twice against the budget, once as members of communities
 
 
+pytestmark = pytest.mark.usefixtures("no_cache_of_another_test")
+
+
 @pytest.fixture
 def model():
     return tiny_model("llama")
-
-
-@pytest.fixture(autouse=True)
-def no_cache_of_another_test():
-    gc.collect()
-    ckv_compile.free_memory()
 
 
 def compiled(model, **options):
