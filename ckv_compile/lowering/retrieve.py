@@ -21,14 +21,16 @@ template = Template(
 )
 
 
-RESIDENT = 132  # programs of 8 warps that run at once on an H200: their registers leave room for one a multiprocessor
+RESIDENT = 264  # programs of 4 warps that run at once on an H200: their registers leave room for two a multiprocessor
 
 
 def configs(slots: int, rows: int = 1, has_log: bool = False) -> list[Config]:
     """Programs of a graph and their warps, for ``rows`` rows and graphs: as many as run at once.
 
-    A few programs more than that, and the kernel takes twice as long (8 us and 16 us on an H200). The log has a program
-    of its own where there is room for one, else the last one of a graph reads it, too.
+    A few programs more than that, and the kernel takes twice as long. The log has a program of its own where there is
+    room for one, else the last one of a graph reads it, too. Four warps hold 2,048 slots: a bisection step is a reduction,
+    which takes longer over more warps (28.9 us for one layer's attention, 29.2 with 8 and 30.1 with 2 on an H200).
+    Members are fetched while the threshold is looked for, up to as many as most communities have: 27.5 us with 32.
     """
 
     def config(parts: int, warps: int) -> Config:
@@ -36,16 +38,17 @@ def configs(slots: int, rows: int = 1, has_log: bool = False) -> list[Config]:
         return {
             "PARTS": parts,
             "OWN": own,
-            "BLOCK_J": 16 if own <= 32 * warps else 8,  # first members of each entry, in registers from the start
-            "LOG_PART": parts if has_log and (parts + 1) * rows <= RESIDENT else parts - 1,
+            "BLOCK_J": max(8, min(32, 1024 * warps // own)),  # first members of each entry, in registers from the start
+            "LOG_PART": parts if has_log and (parts + 1) * rows * warps <= 4 * RESIDENT else parts - 1,
             "num_warps": warps,
             "num_stages": 1,
         }
 
+    warps = 4 * max(1, slots // 2048)
     parts, least = 16, max(4, slots // 512)
-    while parts > least and (parts + (has_log and rows <= 8)) * rows > RESIDENT:
+    while parts > least and (parts + (has_log and rows <= 8)) * rows * warps > 4 * RESIDENT:
         parts //= 2
-    return [config(parts, 8), config(max(least, parts // 2), 8), config(parts, 4)]
+    return [config(parts, warps), config(max(least, parts // 2), warps), config(parts, 2 * warps)]
 
 
 def num_parts(constants: dict[str, Any]) -> int:
@@ -92,6 +95,6 @@ def constants_of(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "BATCH": batch, "GRAPHS": graphs, "BUDGET": budget, "SINKS": sinks, "WINDOW": window, "QUERIES": queries,
-        "SLOTS": slots, "LOG_N": 512, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
+        "SLOTS": slots, "LOG_N": 512, "CHUNK": 512, "PROGRAMS": num_programs(batch * graphs), "HAS_LOG": has_log,
         **({"SUMMARIES": reserved} if reserved else {}),
     }  # fmt: skip

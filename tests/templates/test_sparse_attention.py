@@ -244,7 +244,8 @@ def test_tokens_beyond_2_to_the_31_elements_are_read(device):
 def test_communities_join_the_softmax(device, reserved):
     case = Case(device)
     without = case.check()
-    assert torch.equal(case.summarize(reserved, communities=50).check(), without) == (reserved == 1)
+    changed = (case.summarize(reserved, communities=50).check() - without).norm() / without.norm()
+    assert (changed <= 1e-6) == (reserved == 1)
 
 
 @pytest.mark.parametrize(("heads", "graphs"), [((6, 2), 2), ((6, 2), 6), ((6, 2), 1), ((16, 1), 1), ((3, 3), 3)])
