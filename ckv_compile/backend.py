@@ -37,6 +37,8 @@ from ckv_compile.runtime.runner import GraphRunner, prepare
 
 log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 0)
+# Operators of others that read lengths on the host, without saying so (``cudagraph_unsafe``): experts of float16 or float32.
+SYNCHRONIZING = frozenset({"transformers::grouped_mm_fallback"})
 
 
 def communitykv(
@@ -194,6 +196,8 @@ def _why_not_captured(
         return f"mode is {mode!r}"
     if (name := _host_operator(graph)) is not None:
         return f"{name} has no kernel that a CUDA graph can hold"
+    if not patches.get("graph_partition", inductor_config().graph_partition) and (name := _synchronizing(graph)):
+        return f"{name} reads lengths on the host, and graph_partition, which would leave it out, is off"
     if sizes := _sizes_of_inputs(graph):
         return f"sizes change from call to call ({', '.join(sizes)})"
     return None
@@ -215,6 +219,12 @@ def _host_operator(graph: fx.Graph) -> str | None:
         if unlowered and torch.Tag.cudagraph_unsafe not in target.tags:
             return str(target)
     return None
+
+
+def _synchronizing(graph: fx.Graph) -> str | None:
+    """The first operator of ``SYNCHRONIZING``."""
+    names = (node.target.name() for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    return next((name for name in names if name.removesuffix(".default") in SYNCHRONIZING), None)
 
 
 def _sizes_of_inputs(graph: fx.Graph) -> list[str]:
@@ -322,6 +332,8 @@ def inductor_patches(config: CommunityConfig, mode: str | None, options: dict[st
 
     patches = {key.replace("-", "_"): value for key, value in list_mode_options(mode).items()} if mode else {}
     patches.update(options)
+    apart = patches.get("custom_should_partition_ops", inductor_config().custom_should_partition_ops)
+    patches["custom_should_partition_ops"] = [*apart, *sorted(SYNCHRONIZING - set(apart))]
     users = patches.get("post_grad_custom_post_pass", inductor_config().post_grad_custom_post_pass)
     patches["post_grad_custom_post_pass"] = CacheKeyPass(config, users)
     return patches

@@ -355,8 +355,7 @@ def _attention(query, key, value, others, sink_logits, scale, sinks, window, tun
     if edges is not None and not edges.stored:
         constants |= edge_lowering.edge_constants(edges.keys, edges.kappa, constants)
     rows = constants["BLOCK_H"] if queries > 1 else 0
-    listed = constants["BUDGET"] // constants["SPLITS"]
-    constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0), listed)[0]
+    constants |= lowering.configs(query.dtype, max(dim, value_dim), rows, constants.get("KEPT", 0))[0]
     constants |= tuned
     splits = constants["SPLITS"]
     total = poisoned((batch, splits, heads * queries, value_dim), torch.float32, query.device)

@@ -72,6 +72,9 @@ class KVSources:
             return self._static(base, start_of, attention)
         if start_of is not None:
             base = read
+        if (last := _last_positions(base)) is not None and _is_concatenation(peel_harmless(base.args[0])):
+            queries = shape_of(attention)[-2] if is_tensor(attention) else 1
+            raise LocalAttentionError(sliding_window(sympy.expand(last + 1 - queries)))
         return self._plain(base)
 
     def _concatenated(self, cat: fx.Node, attention: fx.Node) -> KVSource:
@@ -270,6 +273,17 @@ def _leading_positions(node: fx.Node) -> fx.Node | None:
     from_start = tokens.start in (None, 0) and tokens.step in (None, 1)
     known = isinstance(tokens.stop, fx.Node) or (isinstance(tokens.stop, int) and tokens.stop > 0)
     return node.args[0] if from_start and known else None
+
+
+def _last_positions(node: fx.Node) -> int | None:
+    """``n`` if ``node`` is ``x[:, :, -n:]``, of 4 dimensions."""
+    index = node.args[1] if target_name(node) == "getitem" else None
+    if not isinstance(index, tuple) or len(index) < 3 or not isinstance(index[2], slice):
+        return None
+    if any(item != slice(None) for item in (*index[:2], *index[3:])) or index[2].stop is not None:
+        return None
+    start, step = index[2].start, index[2].step
+    return -start if isinstance(start, int) and start < 0 and step in (None, 1) else None
 
 
 def _is_concatenation(node: fx.Node) -> bool:

@@ -214,6 +214,8 @@ def _judge(
         elif not condition.always_holds(i, num_queries, j, num_keys):
             others.append(condition)
     padding = None if padding is None else expressions.loads[padding]
+    if (window := _window_of(others, conditions)) is not None:
+        raise LocalMaskError(f"sliding window attention (each query sees only the last {window} tokens)")
     for condition in others:
         # A padding mask shorter than a static cache is extended by zeros: j < n and padding[b, j].
         if padding is None or not condition.is_at_least_zero(shape_of(padding)[-1] - 1 - j):
@@ -298,6 +300,21 @@ class _Condition:
                 return False
             least = least.subs(variable, 0 if slope.is_nonnegative else size - 1)
         return bool(sympy.expand(least).is_nonnegative)
+
+
+def _window_of(unknown: list[_Condition], conditions: list[_Condition]) -> int | None:
+    """The number of keys that a query sees at most, if one of the unknown conditions and another bound them together.
+
+    Whatever they count from, ``a >= 0`` and ``b >= 0`` with ``a + b == n - 1`` leave ``a`` the values 0 ... n - 1. So it is
+    for a window that starts at ``max(count - n + 1, 0)``, where dynamo does not know how the count compares with ``n``.
+    """
+    for one in unknown:
+        for other in conditions:
+            if one.difference is not None and other.difference is not None:
+                last = sympy.expand(one.difference + other.difference)
+                if last.is_Integer and last >= 0 and one is not other:
+                    return int(last) + 1
+    return None
 
 
 def _refuse(

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import ckv_compile
-from ckv_compile import backend
+from ckv_compile import backend, generate
 from ckv_compile.passes import graph_edit
 from ckv_compile.runtime.runner import OTHER_COUNT
 from ckv_compile.testing import prompt, tiny_model
@@ -52,6 +52,42 @@ def test_no_number_of_the_host_is_read_at_a_step(sizes, family, implementation, 
     step = sizes[1]  # windows are full
     assert all(isinstance(one, torch.Size) for one in step)
     assert not any(map(graph_edit.has_symbol, step))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("family", "implementation"), FAMILIES)
+def test_so_it_is_where_windows_record_what_left_them(sizes, monkeypatch, family, implementation, padded):
+    """With a cache of the caller's, ``generate`` on CUDA undoes its last step, so layers keep a token more in the graph."""
+    if not hasattr(transformers.cache_utils.DynamicSlidingWindowLayer, "activate_past_recording"):
+        pytest.skip("this version of transformers does not record it")
+    monkeypatch.setattr(torch, "Event", Done)
+    monkeypatch.setattr(generate, "DEFERRING_DEVICES", frozenset({"cpu"}))
+    model, given = tiny_model(family, implementation), prompt(tokens=40, padded=padded)
+    given |= {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**given)
+    module = torch.compile(model, backend="communitykv", options=OPTIONS)
+    for _ in range(2):
+        cache = transformers.DynamicCache(config=model.config)
+        assert torch.equal(module.generate(**given, past_key_values=cache), expected)
+    explanation = ckv_compile.explain(model, show=False)
+    assert explanation.deferred_stops == 2
+    assert explanation.sparse_steps == explanation.decode_steps == 46
+    step = sizes[-1]
+    assert all(isinstance(one, torch.Size) for one in step)
+    assert not any(map(graph_edit.has_symbol, step))
+
+
+class Done:
+    """Stands for a device event: on the CPU everything has happened."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -170,10 +170,14 @@ def test_addresses_repeat_so_a_second_generation_records_nothing(model):
     assert recorded[-1] == recorded[-2]
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(("family", "implementation"), [("gemma3", "sdpa"), ("gpt_oss", "eager")])
-def test_a_step_beside_sliding_windows_is_recorded_once(family, implementation, padded):
-    """Whatever their counters and masks say: another number, or another size, would be another graph to record."""
+def test_a_step_beside_sliding_windows_is_recorded_once(family, implementation, padded, given):
+    """Whatever their counters and masks say: another number, or another size, would be another graph to record.
+
+    A cache of the caller's (``given``) has layers that record what leaves their window, as the last step is undone.
+    """
     from torch._inductor import cudagraph_trees
 
     model = tiny_model(family, implementation).cuda()
@@ -181,12 +185,16 @@ def test_a_step_beside_sliding_windows_is_recorded_once(family, implementation, 
     module, functions, recorded = compiled(model), [], []
     for count in (8, 8, 40):
         expected = model.generate(**inputs, max_new_tokens=count, do_sample=False)
-        assert torch.equal(module.generate(**inputs, max_new_tokens=count, do_sample=False), expected)
+        more = {"past_key_values": DynamicCache(config=model.config)} if given else {}
+        assert torch.equal(module.generate(**inputs, **more, max_new_tokens=count, do_sample=False), expected)
         manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
         functions.append(len(manager.ids_to_funcs))
         recorded.append(sum(len(nodes) for nodes in manager.roots.values()))
     assert functions[2] == functions[1]
     assert recorded[2] == recorded[1]
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == explanation.decode_steps == 7 + 7 + 39
+    assert set(verdicts(module)) == {"captured"}
 
 
 @pytest.mark.parametrize(("graph", "workers"), [("keys", 0), ("attention", 0), ("keys", 2)])

@@ -324,6 +324,44 @@ def test_keys_that_are_scaled_after_the_cache_are_refused(tokens):
     assert "changed between the cache and the attention" in refused(variant(attend=attend), tokens)
 
 
+def test_a_cache_that_is_read_from_its_end_is_a_window():
+    """What a sliding-window layer reads while it records what left its window."""
+
+    def attend(self, query, key, value):
+        seen = 5 + query.shape[2] - 1
+        return Attention.attend(self, query, key[:, :, -seen:, :], value[:, :, -seen:, :])
+
+    for tokens in (1, 3):
+        captured = run(variant(attend=attend), tokens)
+        _, (refusal,) = find_sites(captured.gm)
+        assert refusal.reason == "sliding window attention (each query sees only the last 5 tokens)"
+        assert refusal.local
+
+
+def test_a_window_that_begins_at_a_count_of_the_host_is_a_window():
+    """Neither bound is known: how the count compares with the window, dynamo did not see."""
+
+    class Counting(Attention):
+        def forward(self, hidden, keys, values, counted):
+            count = counted.shape[0]
+            begin = torch.sym_max(count - 7, 0)  # of the keys that the cache holds
+            query, key, value = self.project(hidden)
+            keys, values = self.join(keys, key), self.join(values, value)
+            last = torch.arange(hidden.shape[1])[:, None] + count
+            position = torch.arange(keys.shape[2])[None] + begin
+            mask = ((position <= last) & (position > last - 8))[None, None]
+            out = F.scaled_dot_product_attention(query, self.read(keys), self.read(values), attn_mask=mask)
+            return self.output(out.transpose(1, 2).reshape(*hidden.shape[:2], 64)), keys, values
+
+    shape = (2, Attention.kv_heads, 7, Attention.dim)
+    counted = torch.zeros(9)
+    torch._dynamo.mark_dynamic(counted, 0)
+    captured = capture_call(Counting(), torch.randn(2, 1, 64), torch.randn(shape), torch.randn(shape), counted)
+    _, (refusal,) = find_sites(captured.gm)
+    assert refusal.reason == "sliding window attention (each query sees only the last 8 tokens)"
+    assert refusal.local
+
+
 def test_swapped_caches_are_refused():
     def forward(self, hidden, keys, values):
         return Attention.forward(self, hidden, values, keys)

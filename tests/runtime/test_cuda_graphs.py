@@ -57,6 +57,20 @@ class TestWhatIsAskedFor:
         lowered = backend._host_operator(graph) is None
         assert lowered or "ckv.assign_tokens.default" in refusal(plan(), graph=graph)
 
+    def test_an_operator_that_waits_for_the_device_runs_beside_the_recording(self):
+        """Experts of float16 and float32 take their sizes from the device to the host; Inductor is not told so."""
+        grouped = pytest.importorskip("transformers.integrations.moe")
+        assert grouped.torch.ops.transformers.grouped_mm_fallback
+        graph = fx.Graph()
+        graph.call_function(torch.ops.transformers.grouped_mm_fallback.default, ())
+        name = "transformers::grouped_mm_fallback"
+        patches = backend.inductor_patches(CommunityConfig(), None, {"custom_should_partition_ops": ["mine::op"]})
+        assert patches["custom_should_partition_ops"] == ["mine::op", name]
+        again = backend.inductor_patches(CommunityConfig(), None, patches)
+        assert again["custom_should_partition_ops"] == ["mine::op", name]
+        assert refusal(plan(), {"graph_partition": True}, graph=graph) is None
+        assert name in refusal(plan(), {"graph_partition": False}, graph=graph)
+
     def test_a_size_that_changes_is_named_but_the_batch_may_change(self):
         def trace(ids, cache):
             return ids + 1, cache.sum()
