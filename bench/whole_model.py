@@ -300,7 +300,7 @@ def wait_for_partitions(seconds: float) -> None:
     """Until no partition of any cache is under way, or for so long; the next step publishes what came back."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        if all(ticket.done for sequence in REGISTRY.sequences() for ticket in list(sequence.pending)):
+        if all(ticket.done for sequence in REGISTRY.sequences() for ticket in list(sequence.work.pending)):
             return
         time.sleep(0.01)
 

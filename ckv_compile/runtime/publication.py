@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ckv_compile.runtime.sequence import Finished, Sequence
+    from ckv_compile.runtime.sequence import Sequence
+    from ckv_compile.runtime.work import Finished
 
 
 def publish_layers(sequence: Sequence, most: int) -> None:
@@ -15,7 +16,7 @@ def publish_layers(sequence: Sequence, most: int) -> None:
 
     most: layers of which anything is published that is not the newest prefill's; the others keep it for later.
     """
-    for layer in sorted({layer for layer, _ in sequence.waiting} | set(sequence.joined)):
+    for layer in sorted({layer for layer, _ in sequence.work.waiting} | set(sequence.work.joined)):
         most -= publish_layer(sequence, layer, later=most > 0)
 
 
@@ -43,10 +44,10 @@ def publish_layer(sequence: Sequence, layer: int, *, later: bool = True) -> bool
 
 def _next(sequence: Sequence, place: tuple[int, int], *, later: bool) -> Finished | None:
     """What waits for (layer, start), unless it is not the newest prefill's and ``later`` is false."""
-    finished = sequence.waiting.get(place)
+    finished = sequence.work.waiting.get(place)
     if finished is None or (not later and finished.stop > sequence.prompt):
         return None
-    return sequence.waiting.pop(place).arranged()
+    return sequence.work.waiting.pop(place).arranged()
 
 
 def _publish_whole(sequence: Sequence, layer: int, finished: Finished) -> None:
@@ -63,11 +64,11 @@ def _publish_whole(sequence: Sequence, layer: int, finished: Finished) -> None:
 
 def _publish_joined(sequence: Sequence, layer: int) -> bool:
     """Put one partition in the place of several small blocks, where there is one; where it failed, they stay."""
-    finished = sequence.joined.pop(layer, None)
+    finished = sequence.work.joined.pop(layer, None)
     if finished is None:
         return False
     finished = finished.arranged()
-    sequence.joining.discard(layer)
+    sequence.work.joining.discard(layer)
     sequence.closed[layer] = finished.stop
     sequence.turns.unjoined.add(layer)
     if not finished.errors:

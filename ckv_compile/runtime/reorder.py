@@ -102,12 +102,12 @@ def twin(sequence: Sequence, capacity: int, keys: Any = None, values: Any = None
     other.closed = list(sequence.closed)
     other.edges = [edges.copied(other.origins) for edges in sequence.edges]
     reached = [marks[-1][0] if marks else 0 for marks in sequence.index.marks]
-    came = [one for one in (*sequence.waiting.values(), *list(sequence.inbox)) if sequence.wants(one)]
-    for finished in sorted((one for one in came if not one.joins), key=lambda one: one.start):
+    came = [one for one in sequence.work.came() if not one.joins]
+    for finished in sorted(came, key=lambda one: one.start):
         follows = finished.start == reached[finished.layer]
         if follows or not other.in_blocks:
             rows = other.origins.follow(finished.rows)
-            other.inbox.append(dataclasses.replace(finished, epoch=other.epoch, rows=rows))
+            other.work.inbox.append(dataclasses.replace(finished, epoch=other.work.epoch, rows=rows))
         if follows:
             reached[finished.layer] = finished.stop
     if other.in_blocks:

@@ -1,18 +1,13 @@
-"""One cache as the runtime sees it: host mirrors of its lengths, what was submitted for partition, what came back.
+"""One cache as the runtime sees it: host mirrors of its lengths, and what of it is given to workers (``work``).
 
-Results of workers arrive in an inbox and are published by the caller's thread between steps, so that a compiled step
-never sees half an index and nothing ever waits for a partition (unless ``deterministic`` asks for it).
+What comes back is published by the caller's thread between steps, so that a compiled step never sees half an index and
+nothing ever waits for a partition (unless ``deterministic`` asks for it).
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import functools
 import itertools
 import logging
-import threading
-import time
 import warnings
 import weakref
 from typing import Any
@@ -20,9 +15,7 @@ from typing import Any
 import torch
 
 import ckv_compile.ops
-from ckv_compile.community import partition as partitions
 from ckv_compile.community.resolution import ResolutionMemory
-from ckv_compile.community.workers import shared_pool
 from ckv_compile.config import CommunityConfig
 from ckv_compile.errors import PartitionError
 from ckv_compile.index_layout import IndexShape, assigns_tokens, in_blocks
@@ -30,41 +23,19 @@ from ckv_compile.policies import TokenPolicy, policy_of
 from ckv_compile.reference.nominal import cache_prefix
 from ckv_compile.runtime import cuda_graphs, jobs, outbox, publication, turns
 from ckv_compile.runtime.device_graph import ArrivingGraphs
-from ckv_compile.runtime.index import CommunityIndex, Packed
+from ckv_compile.runtime.index import CommunityIndex
 from ckv_compile.runtime.layer_edges import LayerEdges
 from ckv_compile.runtime.moments import moment, seconds_between
-from ckv_compile.runtime.rows import Origin, Origins
+from ckv_compile.runtime.rows import Origins
 from ckv_compile.runtime.statistics import RunStatistics
 from ckv_compile.runtime.step_check import StepCheck
-from ckv_compile.runtime.transfer import Arriving, pinned, wait_for, with_arrays
+from ckv_compile.runtime.transfer import Arriving, pinned
 from ckv_compile.runtime.turns import Turns
+from ckv_compile.runtime.work import Finished, Job, Work
 
 log = logging.getLogger(__name__)
 _identifiers = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()  # by the id that tickets carry
-
-
-@dataclasses.dataclass
-class Finished:
-    """A partition of one layer that came back: ``result[row][graph]`` over positions ``start .. stop - 1``."""
-
-    epoch: int
-    layer: int
-    start: int
-    stop: int
-    result: list[list]
-    packed: Packed
-    errors: list[str]
-    joins: bool = False  # blocks that are published already
-    rows: Origin = dataclasses.field(default_factory=Origin)  # where its rows went since it was submitted
-
-    def arranged(self) -> Finished:
-        """The same by the rows of now."""
-        rows = self.rows.rows
-        if rows is None:
-            return self
-        result, packed = self.rows.now(self.result), self.packed.of_rows(rows)
-        return dataclasses.replace(self, result=result, packed=packed, rows=Origin())
 
 
 class Sequence:
@@ -97,14 +68,7 @@ class Sequence:
         self.first_host = torch.zeros(batch, dtype=torch.int32)
         self.length_host = torch.zeros(1, dtype=torch.int32)
         self.ticket = torch.tensor([self.identifier, 0], dtype=torch.int64)
-        self.inbox: collections.deque[Finished] = collections.deque()
-        self.epoch = 0  # of an earlier one, results belong to tokens that are gone, but for those
-        self._stays: dict[int, int] = {}  # of blocks that end within so many tokens
-        self.pending: set[Any] = set()
-        self._pending_lock = threading.Lock()
-        self.waiting: dict[tuple[int, int], Finished] = {}  # (layer, start) -> came back before its turn
-        self.joined: dict[int, Finished] = {}  # layer -> one partition of several of its blocks
-        self.joining: set[int] = set()  # layers of which such a partition is under way
+        self.work = Work(config, device)
         self.closed = [0] * geometry.num_layers  # tokens up to which blocks were joined, or could not be
         self.submitted = [0] * geometry.num_layers
         self.edges = [LayerEdges() for _ in range(geometry.num_layers)]
@@ -165,15 +129,10 @@ class Sequence:
 
     def abandon(self) -> None:
         """The cache is gone and with it the index; only ``settle`` may follow. Touches no tensor and takes no lock."""
-        self.epoch += 1
-        self._stays = {}
-        for ticket in list(self.pending):
-            ticket.cancel()
+        self.work.abandon()
         self.index.release()
         self.edges = [LayerEdges() for _ in self.edges]
         self._last_key = None
-        for finished in (self.inbox, self.waiting, self.joined):
-            finished.clear()
         _live.pop(self.identifier, None)
 
     def truncate(self, length: int) -> None:
@@ -199,30 +158,12 @@ class Sequence:
 
     def _forget_submitted(self, kept: int = 0) -> None:
         """Of what is under way, only blocks that end within the first ``kept`` tokens are wanted: the others are gone."""
-        self._stays = {epoch: min(kept, stays) for epoch, stays in (*self._stays.items(), (self.epoch, kept)) if kept}
-        self.epoch += 1
-        self.waiting = {place: finished for place, finished in self.waiting.items() if finished.stop <= kept}
-        self.joined.clear()
-        self.joining.clear()
+        self.work.forget(kept)
         self.turns.anew()
-        with self._pending_lock:
-            gone = {ticket for ticket in self.pending if ticket.description[2] > kept}
-            self.pending -= gone
-        for ticket in gone:
-            ticket.cancel()
-
-    def wants(self, finished: Finished) -> bool:
-        """Whether what came back is of tokens that are still there."""
-        stays = not finished.joins and finished.stop <= self._stays.get(finished.epoch, 0)
-        return finished.epoch == self.epoch or stays
 
     def _still_submitted(self, layer: int) -> int:
         """Tokens of a layer up to which blocks are published or under way."""
-        came = [one for one in (*self.waiting.values(), *list(self.inbox)) if one.layer == layer and self.wants(one)]
-        with self._pending_lock:
-            made = [ticket.description[2] for ticket in self.pending if ticket.description[0] == layer]
-        published = [tokens for tokens, _ in self.index.marks[layer]]
-        return max([0, *published, *made, *(one.stop for one in came)])
+        return max([self.work.reaches(layer), *(tokens for tokens, _ in self.index.marks[layer])])
 
     def grow(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; the buffers move."""
@@ -346,15 +287,6 @@ class Sequence:
         elif edges.kept is not None:
             self._offer_repair(layer)
 
-    def jobs_under_way(self) -> int:
-        """Jobs that wait or run."""
-        with self._pending_lock:
-            return sum(not ticket.done for ticket in self.pending)
-
-    def under_way(self) -> bool:
-        """Whether a partition is being made, or has come back and is not published."""
-        return self.jobs_under_way() > 0 or bool(self.inbox) or bool(self.waiting)
-
     def keep(self, finished: Finished) -> None:
         """A partition of a whole layer was published: what the next one starts from."""
         self.edges[finished.layer].keep(finished.result, finished.stop, self.origins.now)
@@ -392,17 +324,17 @@ class Sequence:
     def submit_joined(self, layer: int, start: int, stop: int) -> None:
         """Partition the published small blocks of these positions together."""
         config = self.config
-        self.joining.add(layer)
+        self.work.joining.add(layer)
         neighbors = Arriving(self._block_neighbors(self.keys(layer), start, stop, stop - start))
         first = [max(0, row + config.num_sink_tokens - start) for row in self.first]
         self._submit(
-            layer, start, stop, jobs.partition_block, neighbors, first, config, self.memory, layer, self._backlog(),
+            layer, start, stop, jobs.partition_block, neighbors, first, config, self.memory, layer, self.work.backlog(),
             self.length, joins=True,
         )  # fmt: skip
 
     def offer_whole(self, layer: int, *, warm: bool) -> None:
         """Have all of a layer partitioned; warm: from what there is of it."""
-        edges, common = self.edges[layer], (self.shape.graphs, self.config, self.memory, layer, self._backlog())
+        edges, common = self.edges[layer], (self.shape.graphs, self.config, self.memory, layer, self.work.backlog())
         kept, later = edges.kept_partition(), edges.pieces_behind()
         if warm and later:
             given: tuple = (jobs.refresh_edges, later, kept, *common)
@@ -418,72 +350,18 @@ class Sequence:
             given = pieces, edges.kept_partition(), self.shape.graphs, self.config
             self._submit(layer, 0, edges.tokens, jobs.repair_edges, *given)
 
-    def _backlog(self):
-        """How many jobs wait, for work that may take longer where none does. None where nothing may depend on that."""
-        config = self.config
-        if config.deterministic or config.workers == 0:
-            return None
-        return shared_pool(config.workers, config.partition_timeout).backlog
-
     def _submit(
         self, layer: int, start: int, stop: int, function, *args, joins: bool = False, by_graph: bool = False
     ) -> None:
-        """Have workers call ``function`` for positions ``start .. stop - 1``.
-
-        It returns partitions ``[row][graph]``. by_graph: those of one graph, ``[row]``; its number follows ``args``.
-        """
-        epoch, inbox, device, rows = self.epoch, self.inbox, self.geometry.device, self.origins.now
-        graphs, batch, nodes = self.shape.graphs, self.batch, stop - start
-        sinks, first, page = self.config.num_sink_tokens, list(self.first), self.config.mean_size
-        assert len(first) == batch
-
-        def pages() -> list:
-            one = [
-                partitions.contiguous_pages(nodes, max(0, row + sinks - start), page, reason="failed") for row in first
-            ]
-            return one if by_graph else [[partition] * graphs for partition in one]
-
-        def deliver(result: list[list], errors: list[str]) -> None:
-            packed = Packed.of(result, device)  # here, in the worker
-            inbox.append(Finished(epoch, layer, start, stop, result, packed, errors, joins, rows))
-
-        def submit(given: tuple, on_done, *graph: int) -> None:
-            ticket = shared_pool(self.config.workers, self.config.partition_timeout).submit(
-                with_arrays(function), *given, description=(layer, start, stop, *graph), fallback=pages, on_done=on_done,
-                ready=functools.partial(wait_for, given),
-            )  # fmt: skip
-            with self._pending_lock:
-                self.pending.add(ticket)
-
-        def message(error: BaseException | None) -> str | None:
-            return None if error is None else f"layer {layer}, positions {start}-{stop - 1}: {error}"
-
-        if by_graph:
-            parts = jobs.LayerParts(graphs)
-
-            def part_done(graph: int, result, error) -> None:
-                whole = parts.put(graph, result, message(error))
-                if whole is not None:
-                    deliver(whole, parts.errors)
-
-            for graph in range(graphs):
-                submit((*args, graph), functools.partial(part_done, graph), graph)
-        else:
-
-            def done(result, error) -> None:
-                if result is not None:  # otherwise it was called off
-                    deliver(result, [] if error is None else [message(error) or ""])
-
-            submit(args, done)
+        """Have workers partition positions ``start .. stop - 1`` by ``function`` (``Work.submit``)."""
+        assert len(self.first) == self.batch
+        first = [max(0, row + self.config.num_sink_tokens - start) for row in self.first]
+        job = Job(layer, start, stop, first, self.shape.graphs, self.origins.now, joins, by_graph)
+        self.work.submit(job, function, *args)
         self._reap()
 
     def _reap(self) -> None:
-        """Forget answered tickets and account for their time."""
-        with self._pending_lock:
-            answered = {ticket for ticket in self.pending if ticket.done}
-            self.pending -= answered
-        for ticket in answered:
-            self.statistics.partition_seconds += ticket.cpu_seconds
+        self.statistics.partition_seconds += self.work.reap()
 
     def _block_neighbors(self, key: torch.Tensor, start: int, stop: int, size: int) -> torch.Tensor:
         """Key neighbours in blocks of ``size`` tokens, the last one perhaps shorter, relative to the start of each."""
@@ -548,19 +426,9 @@ class Sequence:
         """
         if self.config.deterministic:
             self.wait()
-        while self.inbox:
-            finished = self.inbox.popleft()
-            if not self.wants(finished):
-                continue
-            for error in finished.errors:
-                self._failed(error)
-            if finished.joins:
-                self.joined[finished.layer] = finished
-                continue
-            place = finished.layer, finished.start
-            if place not in self.waiting or self.waiting[place].stop < finished.stop:
-                self.waiting[place] = finished
-        if self.waiting or self.joined:
+        for error in self.work.receive():
+            self._failed(error)
+        if self.work.waiting or self.work.joined:
             try:
                 publication.publish_layers(self, self.turns.published if spread else self.geometry.num_layers)
             finally:
@@ -580,13 +448,7 @@ class Sequence:
 
     def wait(self) -> None:
         """Until every submitted partition is back."""
-        with self._pending_lock:
-            pending = list(self.pending)
-        pool = shared_pool(self.config.workers, self.config.partition_timeout)
-        began = time.perf_counter()
-        for ticket in pending:
-            pool.wait(ticket)
-        self.statistics.waited_seconds += time.perf_counter() - began
+        self.statistics.waited_seconds += self.work.wait()
 
     def _failed(self, error: str) -> None:
         log.warning("a partition failed; contiguous pages stand in, or an earlier one stays: %s", error)

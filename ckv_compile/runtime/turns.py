@@ -97,7 +97,7 @@ def offer_joined(sequence: Sequence, most: int) -> int:
             break
         unjoined.discard(layer)  # until a publication changes its blocks
         ends = [tokens for tokens, _ in sequence.index.marks[layer]]
-        span = None if layer in sequence.joining else joinable(ends, sequence.closed[layer], config.block_size)
+        span = None if layer in sequence.work.joining else joinable(ends, sequence.closed[layer], config.block_size)
         if span is not None:
             sequence.submit_joined(layer, *span)
             offered += 1
@@ -117,7 +117,7 @@ def _offer_refresh(sequence: Sequence) -> int:
         anew = length - sequence.refreshed_at >= config.refresh_interval
         if not anew and not 0 < config.repair_interval <= length - sequence.repaired_at:
             return 0
-        if sequence.under_way():
+        if sequence.work.under_way():
             return 0  # later: the workers are behind
         sequence.repaired_at = length
         if anew:
@@ -127,7 +127,7 @@ def _offer_refresh(sequence: Sequence) -> int:
         turns.refreshing.extend((layer, anew) for layer in range(turns.num_layers))
     layers = min(turns.offered, len(turns.refreshing))
     if not turns.refreshing[0][1] and not config.deterministic:
-        layers = max(0, min(layers, REPAIRS - sequence.jobs_under_way()))
+        layers = max(0, min(layers, REPAIRS - sequence.work.jobs_under_way()))
     for _ in range(layers):
         sequence.refresh(*turns.refreshing.popleft())
     return layers

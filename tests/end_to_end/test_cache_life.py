@@ -290,11 +290,11 @@ def test_rejected_drafts_leave_the_partition_under_way(interpreted, model):
     step(module, tokens(40, 1), cache)
     step(module, tokens(4, 2), cache)
     (sequence,) = [one for one in REGISTRY.sequences() if one.length == 44]
-    epoch = sequence.epoch
+    epoch = sequence.work.epoch
     sequence.truncate(42)
-    assert (sequence.epoch, sequence.submitted, sequence.length) == (epoch, [40, 40], 42)
+    assert (sequence.work.epoch, sequence.submitted, sequence.length) == (epoch, [40, 40], 42)
     sequence.truncate(39)
-    assert (sequence.epoch, sequence.submitted, sequence.length) == (epoch + 1, [0, 0], 39)
+    assert (sequence.work.epoch, sequence.submitted, sequence.length) == (epoch + 1, [0, 0], 39)
 
 
 @pytest.mark.slow

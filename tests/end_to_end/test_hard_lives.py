@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import ckv_compile
+from ckv_compile.community.workers import shared_pool
 from ckv_compile.runtime import publication
 from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime import slab as slabs
@@ -362,7 +363,7 @@ def test_a_partition_that_was_overtaken_is_dropped(interpreted, model, monkeypat
 
     def keep(self, layer, start, stop, *args, **kwargs):
         original(self, layer, start, stop, *args, **kwargs)
-        finished.append(self.inbox[-1])
+        finished.append(self.work.inbox[-1])
 
     monkeypatch.setattr(sequences.Sequence, "_submit", keep)
     module = compiled(model, graph="attention", refresh_interval=8)
@@ -372,9 +373,9 @@ def test_a_partition_that_was_overtaken_is_dropped(interpreted, model, monkeypat
     sequence = sequence_of_length(58)
     assert [marks[-1][0] for marks in sequence.index.marks] == [56, 56]
     late = next(one for one in finished if one.stop == 48)
-    sequence.inbox.append(late)
+    sequence.work.inbox.append(late)
     decode(module, cache, 1)
-    sequence.waiting[late.layer, 0] = late
+    sequence.work.waiting[late.layer, 0] = late
     publication.publish_layer(sequence, late.layer)
     assert [marks[-1][0] for marks in sequence.index.marks] == [56, 56]
 
@@ -461,7 +462,7 @@ def test_partitions_of_tokens_that_are_gone_are_called_off(interpreted, model):
     """Beams move to a new cache every step; what was submitted for the old ones must not pile up."""
     module = compiled(model, workers=1)
     began, release = threading.Event(), threading.Event()
-    pool = sequences.shared_pool(1, 60.0)
+    pool = shared_pool(1, 60.0)
     blocker = pool.submit(lambda stop: (began.set(), release.wait(30)))
     assert began.wait(30)
     try:

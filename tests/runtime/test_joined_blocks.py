@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ckv_compile.config import CommunityConfig
-from ckv_compile.runtime import jobs, turns
-from ckv_compile.runtime import sequence as sequences
+from ckv_compile.runtime import jobs, turns, work
 from ckv_compile.runtime.turns import joinable
 from ckv_compile.testing import (
     assert_consistent_index,
@@ -124,13 +123,13 @@ def test_blocks_behind_the_joined_ones_keep_their_members(monkeypatch):
     def late(*args, joins=False):
         submit(*args, joins=joins)
         if joins:
-            held.append(sequence.inbox.pop())
+            held.append(sequence.work.inbox.pop())
 
     monkeypatch.setattr(sequence, "_submit", late)
     extend_sequence(sequence, 100)
     assert ends(sequence) == [64, 80, 96, 112, 128, 144, 160]
     before = sequence.index.used[0]
-    sequence.inbox.extend(held)
+    sequence.work.inbox.extend(held)
     sequence.publish()
     assert ends(sequence) == [64, 96, 112, 128, 144, 160]
     assert sequence.index.used[0] != before, "the test should see the numbers of later communities change"
@@ -174,9 +173,9 @@ def test_a_crop_while_blocks_are_being_joined_forgets_the_result():
     extend_sequence(sequence, 64)
     sequence.publish()
     assert ends(sequence) == [64, 112, 128]
-    assert sequence.joining == {0, 1}
+    assert sequence.work.joining == {0, 1}
     sequence.truncate(120)
-    assert not sequence.joining
+    assert not sequence.work.joining
     sequence.publish()
     assert ends(sequence) == [64, 112]
     assert_consistent_index(sequence)
@@ -192,13 +191,13 @@ def test_control_policies_join_nothing():
 @pytest.mark.parametrize(("append", "most"), [("attend", 1), ("attend", 2), ("assign", 1)])
 def test_steps_find_whole_communities_while_blocks_come_and_are_joined(monkeypatch, append, most):
     monkeypatch.setattr(turns, "LAYERS", most)  # of two, between two steps
-    delays, original, seen = np.random.default_rng(0), sequences.Finished, set()
+    delays, original, seen = np.random.default_rng(0), work.Finished, set()
 
     def late(*args):
         time.sleep(delays.random() * 0.02)
         return original(*args)
 
-    monkeypatch.setattr(sequences, "Finished", late)
+    monkeypatch.setattr(work, "Finished", late)
     config = keys_config(workers=3, append=append, recent_window=4, budget=90)
     sequence = bare_sequence(config, 1200)
     for layer in range(2):

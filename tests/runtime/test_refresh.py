@@ -11,8 +11,7 @@ import ckv_compile.ops  # noqa: F401
 from ckv_compile.community.graph import attention_graph
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import waiting_entry
-from ckv_compile.runtime import jobs, turns
-from ckv_compile.runtime import sequence as sequences
+from ckv_compile.runtime import jobs, turns, work
 from ckv_compile.runtime.index import Packed
 from ckv_compile.testing import (
     assert_consistent_index,
@@ -186,7 +185,7 @@ def test_few_repairs_run_at_a_time(monkeypatch):
     story = Story(attention_config(workers=2))
     story.sequence.wait()
     story.steps(30)
-    assert story.sequence.jobs_under_way() == len(began) == 1
+    assert story.sequence.work.jobs_under_way() == len(began) == 1
     goes_on.set()
     story.sequence.wait()
     story.steps(1)
@@ -221,7 +220,7 @@ def test_workers_pack_what_the_callers_thread_publishes(monkeypatch):
     packing = []
     original = Packed.of
     monkeypatch.setattr(
-        sequences.Packed, "of", lambda *args: packing.append(threading.current_thread().name) or original(*args)
+        work.Packed, "of", lambda *args: packing.append(threading.current_thread().name) or original(*args)
     )
     story = Story(attention_config(workers=1))
     story.sequence.wait()
@@ -234,7 +233,7 @@ def test_workers_pack_what_the_callers_thread_publishes(monkeypatch):
 def test_workers_that_are_behind_get_no_further_work(busy_worker):
     story = Story(attention_config(workers=1))
     story.steps(200)
-    assert len(story.sequence.pending) == 2 * story.sequence.shape.graphs  # of the prompt, in two layers
+    assert len(story.sequence.work.pending) == 2 * story.sequence.shape.graphs  # of the prompt, in two layers
     assert story.sequence.index.marks == [[], []]
     busy_worker.set()
     story.sequence.wait()
@@ -397,7 +396,7 @@ def assert_consistent_index_of_pages(sequence):
 def test_steps_find_whole_communities_of_one_partition_while_it_is_replaced_all_the_time(monkeypatch, graph):
     """Workers finish at random moments, and what they made is published before almost every step."""
     delays, delivered, published = np.random.default_rng(0), {}, set()
-    original = sequences.Finished
+    original = work.Finished
 
     def record(epoch, layer, start, stop, result, *rest):
         delivered[layer, stop] = delivered.get((layer, stop), [])
@@ -405,7 +404,7 @@ def test_steps_find_whole_communities_of_one_partition_while_it_is_replaced_all_
         time.sleep(delays.random() * 0.004)
         return original(epoch, layer, start, stop, result, *rest)
 
-    monkeypatch.setattr(sequences, "Finished", record)
+    monkeypatch.setattr(work, "Finished", record)
     options = {"workers": 3, "repair_interval": 1, "refresh_interval": 3, "recent_window": 4, "budget": 60}
     story = Story(attention_config(graph=graph, block_size=64, append_block=64, **options))
     sequence = story.sequence

@@ -8,8 +8,7 @@ import ckv_compile.ops  # noqa: F401
 from ckv_compile.community.graph import attention_graph
 from ckv_compile.config import CommunityConfig
 from ckv_compile.index_layout import IndexShape, state_dtypes
-from ckv_compile.runtime import reorder
-from ckv_compile.runtime import sequence as sequences
+from ckv_compile.runtime import reorder, work
 from ckv_compile.runtime.rows import Origins
 from ckv_compile.runtime.slab import KVSlab
 from ckv_compile.testing import assert_consistent_index, assign_step, bare_sequence, members_of, retrieve_step
@@ -273,7 +272,7 @@ def test_weights_and_edges_are_those_of_the_rows_with_workers_beside(graph):
 @pytest.mark.usefixtures("layers_at_once")
 @pytest.mark.parametrize("graph", ["keys", "attention"])
 def test_a_partition_that_is_under_way_arrives_by_the_rows_of_then(busy_worker, monkeypatch, graph):
-    monkeypatch.setattr(sequences.Sequence, "_backlog", lambda self: None)  # how long a job takes depends on it
+    monkeypatch.setattr(work.Work, "backlog", lambda self: None)  # how long a job takes depends on it
     beams = Beams(config_of(graph=graph, workers=1))
     beams.move([2, 0, 0])
     beams.steps(1)

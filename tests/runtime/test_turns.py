@@ -141,7 +141,7 @@ def test_a_crop_and_a_later_turn_find_layers_indexed_up_to_different_tokens():
     assert len({tokens[-1] for tokens in ends(sequence)}) == 1
     assert_consistent_index(sequence)
     sequence.restart([0])
-    assert not sequence.waiting
+    assert not sequence.work.waiting
     prefill(sequence, 64)
     sequence.publish(spread=True)
     assert ends(sequence) == [[64]] * LAYERS
@@ -214,12 +214,12 @@ def test_the_lag_of_an_index_is_the_devices_and_nobody_waits_for_it(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
     monkeypatch.setattr(sequences, "moment", lambda device: moments.moment(torch.device("cuda")))
     sequence = prefilled(config_of(), 200)
-    late = [one for one in sequence.inbox if (one.layer, one.stop) == (LAYERS - 1, 200)]
-    sequence.inbox.remove(*late)
+    late = [one for one in sequence.work.inbox if (one.layer, one.stop) == (LAYERS - 1, 200)]
+    sequence.work.inbox.remove(*late)
     sequence.publish(spread=True)
     assert sequence.indexed_layers() == LAYERS
     assert FakeEvent.recorded == 1  # one block is missing
-    sequence.inbox.extend(late)
+    sequence.work.inbox.extend(late)
     extend_sequence(sequence, 5)
     assert FakeEvent.recorded == 2
     assert FakeEvent.waited == 0
