@@ -110,6 +110,25 @@ def write_blocks(index: CommunityIndex, writes: list[BlockWrite]) -> None:
         means("means", writes[0].value, offset_of[1], index.mean_value, len(writes), parts)
 
 
+def write_means(index: CommunityIndex, layer: int, used: int, key: Tensor, value: Tensor | None) -> None:
+    """Centroids, and mean values where the index has them, of a layer's first ``used`` communities from their members."""
+    entry = np.zeros(FIELDS, np.int64)
+    entry[1], entry[4] = used, layer
+    table = pinned(entry, index.device).to(index.device, non_blocking=True)
+    offset = table.new_zeros(index.shape.layers + index.shape.layers % 2)
+    tensors = {
+        "ENTRIES": table, "CAPACITY": index.capacity, "OFFSET": offset, "START": index.start, "STORED": index.stored,
+        "MEMBER": index.member,
+    }  # fmt: skip
+    grid = -(-used // COMMUNITIES), index.shape.batch * index.shape.graphs, 1
+    scales = {"CHANNEL_SCALE": index.channel_scale, "CENTROID_SCALE": index.centroid_scale}
+    codes = _kernel("community_means", **means_constants(index.shape, "codes", aligned=True))
+    codes(grid, tensors | {"KEY": key} | scales, index.centroid)
+    if value is not None:
+        means = _kernel("community_means", **means_constants(index.shape, "means", aligned=True))
+        means(grid, tensors | {"KEY": value}, index.mean_value)
+
+
 def write_groups(index: CommunityIndex, first: dict[int, int]) -> None:
     """Mean and spread of groups (``ckv::coarse_centroids``), by layer those from that of community ``first`` on."""
     shape = index.shape

@@ -55,6 +55,7 @@ class CommunityIndex:
         self.used = [0] * shape.layers
         self.marks: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
         self.log_starts = [0] * shape.layers  # of log_first, in all rows
+        self.published_at = [0] * shape.layers  # tokens of the cache then; steps since may have assigned some
         self.together = device.type == "cuda"  # what is published is written by ``flush``, in a few launches
         self._writes: list[BlockWrite] = []
         self._counted: set[int] = set()  # layers whose counters ``flush`` sets
@@ -111,6 +112,7 @@ class CommunityIndex:
             if len(kept) < len(self.marks[layer]) or assigns_tokens(self.config):
                 self.marks[layer], self.used[layer] = kept, kept[-1][1] if kept else 0
                 self.forget_assigned(layer)
+                self.published_at[layer] = -1
             if self.log_starts[layer] > length:
                 self.begin_log(length, layer)
             elif assigns_tokens(self.config):
@@ -128,12 +130,32 @@ class CommunityIndex:
             self.log_starts[one] = position
 
     def forget_assigned(self, layer: int) -> None:
-        """Back to the published blocks: tokens that decode steps assigned since count no longer as members."""
+        """Back to the published blocks: tokens that decode steps assigned since count no longer as members.
+
+        No step assigns any before the next publication, which makes means anew (``_restore_means``).
+        """
         tokens = self.marks[layer][-1][0] if self.marks[layer] else 0
         used = self.used[layer]
         self.n_indexed[layer].fill_(tokens)
         self.count_communities(layer, used)
         self.size[layer, :, :, :used].copy_(self.stored[layer, :, :, :used])
+
+    def _restore_means(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, length: int) -> None:
+        """Means of the members alone, bit for bit those that were published, where steps may have moved any since."""
+        since, self.published_at[layer] = self.published_at[layer], length
+        used = self.used[layer]
+        if since == length or not used:
+            return
+        if self.together:
+            from ckv_compile.runtime.block_writes import write_means
+
+            write_means(self, layer, used, key, value)
+            return
+        members = self.member[layer], self.start[layer, :, :, :used], self.stored[layer, :, :, :used]
+        place = (slice(None), slice(None), slice(used))
+        self.write_centroids(layer, place, torch.ops.ckv.community_centroids(key, *members))
+        if value is not None:
+            self.mean_value[layer][place].copy_(torch.ops.ckv.community_centroids(value, *members))
 
     def grown(self, shape: IndexShape) -> CommunityIndex:
         """A larger index with the same content."""
@@ -147,7 +169,7 @@ class CommunityIndex:
             if name != "scores":
                 self.buffers[name][tuple(slice(0, extent) for extent in buffer.shape)].copy_(buffer)
         self.used, self.marks = list(other.used), [list(marks) for marks in other.marks]
-        self.log_starts = list(other.log_starts)
+        self.log_starts, self.published_at = list(other.log_starts), list(other.published_at)
         if self.shape.groups and not other.shape.groups:
             for layer, used in enumerate(self.used):
                 self.group_communities(layer)
@@ -167,6 +189,7 @@ class CommunityIndex:
         assert upto <= self.shape.communities, "the index was allocated for fewer communities"
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # they are in the new block, or in the tail behind it
+            self._restore_means(layer, key, value, length)
         self._write(layer, at, start, block, key, value, anew=at == 0)
         self.used[layer] = upto
         self.marks[layer].append((stop, upto))
@@ -209,6 +232,7 @@ class CommunityIndex:
             self.flush()
         if assigns_tokens(self.config):
             self.forget_assigned(layer)  # some may have joined communities that go
+            self._restore_means(layer, key, value, length)
             self.total_weight[layer].sub_(self.community_weight[layer, :, :, at:old].sum(-1))
         if shifts:
             for name in PER_COMMUNITY:

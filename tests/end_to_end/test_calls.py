@@ -10,8 +10,8 @@ from transformers import Cache, DynamicCache, StaticCache
 
 import ckv_compile
 from ckv_compile import backend
+from ckv_compile.community.workers import shared_pool
 from ckv_compile.policies import POLICIES
-from ckv_compile.runtime import sequence as sequences
 from ckv_compile.runtime.registry import REGISTRY
 from ckv_compile.testing import TINY_VOCAB, prompt, tiny_model
 
@@ -247,7 +247,7 @@ def test_an_unseen_prompt_is_dense_until_its_index_is_there(interpreted, model, 
 
     monkeypatch.setattr(policy, "block_input", measured)
     module = compiled(model, workers=1, block_size=64, append_block=16)
-    cache, release, pool = DynamicCache(config=model.config), threading.Event(), sequences.shared_pool(1, 60.0)
+    cache, release, pool = DynamicCache(config=model.config), threading.Event(), shared_pool(1, 60.0)
     blocker = pool.submit(lambda stop: release.wait(30))
 
     def decode(count):

@@ -11,7 +11,7 @@ from ckv_compile.index_layout import IndexShape, waiting_entry
 from ckv_compile.rendered import RenderedKernel
 from ckv_compile.runtime.index import CommunityIndex
 from ckv_compile.runtime.token_log import Behind, begin_behind
-from ckv_compile.testing import bare_sequence
+from ckv_compile.testing import assert_consistent_index, assign_step, bare_sequence
 
 
 @pytest.mark.parametrize(("base", "stop"), [(10, 10), (10, 13), (10, 8), (10, 17), (10, 30)])
@@ -224,3 +224,30 @@ def test_joined_blocks_of_all_layers_are_written_at_once(monkeypatch, layers):
     assert [stop for stop, _ in sequence.index.marks[0]] == [64, 128]
     assert written == [layers] * 4  # three blocks, two of which become one
     assert sequence.index.num_communities[:, 0, 0].tolist() == sequence.index.used
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("options", [{}, {"centroid_budget": 8}, {"graph_aggregation": "layer"}], ids=str)
+def test_blocks_leave_no_trace_of_tokens_that_steps_assigned(options, together):
+    """A token counts in the mean of a community while it is in it, and not once a block of its own has it."""
+    config = config_of({"append": "assign", "deterministic": True, **options})
+    sequence = published(config, together, steps=(64,), layers=2)
+    index, shape, rng = sequence.index, sequence.shape, np.random.default_rng(0)
+    before, joined, ends = index.centroid.clone(), 0, [[64]]
+    for _ in range(70):
+        near = rng.integers(4, sequence.length, (shape.layers, 1, shape.lists, shape.kappa)).astype(np.int32)
+        weight = torch.full(near.shape, 1 / shape.kappa)
+        assign_step(sequence, torch.from_numpy(np.sort(near)), weight)
+        joined += int((index.size != index.stored).any())
+        sequence.length += 1
+        sequence.length_device.fill_(sequence.length)
+        sequence.offer_appended()
+        sequence.publish()
+        if (now := [stop for stop, _ in index.marks[0]]) == ends[-1]:
+            continue
+        ends.append(now)
+        old = index.marks[0][0][1]
+        assert torch.equal(index.centroid[:, :, :, :old], before[:, :, :, :old])
+        assert_consistent_index(sequence)
+    assert joined > 40
+    assert (ends[1], ends[-1]) == ([64, 80], [64, 128])
