@@ -1,6 +1,6 @@
 """Retrieval policies side by side: what each attends to, and what a model predicts with it, at equal budgets.
 
-SmolLM2-135M over Python source and English prose, two prompts of each: a frozen text and a fresh one (``bench/texts.py``).
+SmolLM2-135M over Python source and English prose: of each a frozen text and fresh ones, by ``--seeds`` (``bench/texts.py``).
 Behind the prompt, a window of further tokens is teacher-forced. All policies use the runtime's index and publications and
 the decode operators, one step and layer after another, and all end in ``ckv::sparse_attention``; only the model around them
 runs a layer for all tokens of the window at once, which changes nothing, as every token of the window is given.
@@ -17,6 +17,7 @@ all. Budgets are shares of the context and count every attended token: 10 leadin
 
     python -m bench.policies
     python -m bench.policies --policies communities quest --shares 16 8
+    python -m bench.policies --context 8064 --seeds 1 2 3 4    # as the README has it
     python -m bench.policies --small          # every policy on short prompts
     python -m bench.policies --plot FILE      # draw a result file again
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -116,14 +118,14 @@ def log_probabilities(model, hidden: Tensor) -> Tensor:
     return model.lm_head(hidden).float().log_softmax(-1)
 
 
-def read_prompts(model, tokens: Tensor, context: int, advance: Callable[[], object]) -> Window:
-    """The dense model over ``tokens`` [B, context + T], and what policies keep of the prompts' queries."""
+def read_prompts(model, tokens: Tensor, context: int, policies: list[str], advance: Callable[[], object]) -> Window:
+    """The dense model over ``tokens`` [B, context + T], and what these policies keep of the prompts' queries."""
     config, batch, total = model.config, *tokens.shape
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     shape = (config.num_hidden_layers, batch, kv_heads, total, dim)
     window = Window(tokens[:, context:], context, torch.zeros(shape), torch.zeros(shape), 0.0, heads // kv_heads)
-    watching = {name: window.sequence(name, context) for name, policy in POLICIES.items() if policy.sees_prompt}
+    watching = {name: window.sequence(name, context) for name in policies if POLICIES[name].sees_prompt}
     seconds = dict.fromkeys(watching, 0.0)
 
     def prompt(layer, query, key, value, scale):
@@ -392,15 +394,21 @@ def measure(
 
 
 @torch.inference_mode()
-def window_of(model, tokens: Tensor, context: int, kept: Path | None, progress: Progress) -> Window:
+def window_of(
+    model, tokens: Tensor, context: int, policies: list[str], kept: Path | None, progress: Progress
+) -> Window:
     """``read_prompts``, or what the file ``kept`` holds of it; written where there is none."""
     if kept and kept.exists():
         window = torch.load(kept, weights_only=False)
         if window.context != context or not torch.equal(window.tokens, tokens[:, context:]):
             raise ValueError(f"{kept} must hold a run over the same texts and sizes; remove it or name another file")
+        if missing := [name for name in policies if POLICIES[name].sees_prompt and name not in window.observed]:
+            raise ValueError(
+                f"{kept} must hold a run that observed the prompt for {', '.join(missing)}; name another file"
+            )
         return window
     task = progress.add_task("dense", total=model.config.num_hidden_layers)
-    window = read_prompts(model, tokens, context, lambda: progress.advance(task))
+    window = read_prompts(model, tokens, context, policies, lambda: progress.advance(task))
     if kept:
         torch.save(window, kept)
     return window
@@ -433,7 +441,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=int, default=list(SHARES), help="context over budget")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt")
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens that are predicted behind it")
-    parser.add_argument("--seed", type=int, default=1, help="draws the fresh texts")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="each draws a fresh text of every kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads: its operators are small here")
     parser.add_argument("--small", action="store_true", help="256 tokens of one text, 10 predictions, two budgets")
     parser.add_argument("--kept", type=Path, help="file for the dense run, read where it exists")
@@ -466,24 +474,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     tokenizer, model = load_smollm2()
     kinds, prompts, hashes = [], [], {}
-    for kind in args.texts:
-        for origin in args.origins:
-            own = (
-                texts.frozen_text(kind, tokenizer)
-                if origin == "frozen"
-                else texts.fresh_text(kind, tokenizer, args.seed)
-            )
-            kinds.append((kind, origin))
-            prompts.append(own[: args.context + args.window])
-            hashes[f"{origin} {kind}"] = texts.digest(own)
+    origins = [(name, seed) for name in args.origins for seed in (args.seeds if name == "fresh" else [None])]
+    for kind, (name, seed) in itertools.product(args.texts, origins):
+        own = texts.frozen_text(kind, tokenizer) if seed is None else texts.fresh_text(kind, tokenizer, seed)
+        origin = name if seed is None or len(args.seeds) == 1 else f"{name} {seed}"
+        kinds.append((kind, origin))
+        prompts.append(own[: args.context + args.window])
+        hashes[f"{origin} {kind}"] = texts.digest(own)
     budgets = sorted(args.context // share for share in args.shares)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
-        window = window_of(model, torch.tensor(prompts), args.context, args.kept, progress)
+        window = window_of(model, torch.tensor(prompts), args.context, args.policies, args.kept, progress)
         rows, costs = measure(model, window, kinds, args.policies, budgets, progress)
     return finish(
         rows, costs, args.out, console, context=args.context, window=args.window, texts_sha256=hashes,
-        fresh_seed=args.seed,
+        fresh_seed=args.seeds,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def tokens_of(batch=2):
 def measured(names, budgets):
     model = tiny_model("llama")
     with Progress(disable=True) as progress:
-        window = policies.window_of(model, tokens_of(), CONTEXT, None, progress)
+        window = policies.window_of(model, tokens_of(), CONTEXT, names, None, progress)
         return policies.measure(model, window, KINDS, names, budgets, progress)
 
 
@@ -75,7 +75,7 @@ def test_predictions_are_those_of_the_compiled_model_step_by_step(monkeypatch, p
     log_probabilities = policies.log_probabilities
     monkeypatch.setattr(policies, "log_probabilities", keep)
     with Progress(disable=True) as progress:
-        window = policies.window_of(model, tokens, CONTEXT, None, progress)
+        window = policies.window_of(model, tokens, CONTEXT, [policy], None, progress)
         policies.measure(model, window, KINDS, [policy], [budget], progress)
     step = quality.compiled(model, policies.config_of(policy, budget))
     with torch.no_grad():

@@ -30,7 +30,7 @@ def smollm2():
     begin, count = CONTEXT // 3, CUE + PASSAGE - 1
     tokens = torch.tensor([python[: CONTEXT + count], prose[:CONTEXT] + prose[begin : begin + count]])
     with Progress(disable=True) as progress:
-        return model, policies.window_of(model, tokens, CONTEXT, None, progress)
+        return model, policies.window_of(model, tokens, CONTEXT, [], None, progress)
 
 
 def quality_of(smollm2, policy):
