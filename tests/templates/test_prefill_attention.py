@@ -32,7 +32,7 @@ def check(query, key, value, past, first, sink_logits=None, state="cpu"):
     want = reference(*wide, length.cpu(), first.cpu(), 0.3, sinks)
     assert out.dtype == query.dtype
     assert out.transpose(1, 2).is_contiguous()
-    allowed = 2e-6 if out.dtype == torch.float32 else 0.75 * torch.finfo(out.dtype).eps
+    allowed = 1e-6 if out.dtype == torch.float32 else 3e-3 if out.dtype == torch.bfloat16 else 5e-4
     assert (out.double() - want).norm() <= allowed * want.norm()
 
 

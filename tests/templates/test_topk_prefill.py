@@ -74,7 +74,7 @@ class Case:
         assert neighbor.dtype == torch.int32
         assert out.isfinite().all()
         rounding = 2**-22 * largest  # of a score, a sum of many products, and of its scale: so relative to a weight
-        allowed = 2e-6 + rounding if out.dtype == torch.float32 else 0.75 * torch.finfo(out.dtype).eps
+        allowed = 1e-6 + rounding if out.dtype == torch.float32 else 3e-3 if out.dtype == torch.bfloat16 else 5e-4
         assert (out.double() - want).norm() <= allowed * want.norm()
         listed = neighbor >= 0
         own = candidates.gather(3, neighbor.clamp(min=0).long())
