@@ -26,7 +26,7 @@ def test_windows_of_a_dense_decode_are_those_of_one_dense_pass():
     for row in rows:
         assert row["agree"] == "1" * 6
         assert max(row["kl"]) < 1e-6
-        assert row["nll"] == pytest.approx(row["dense_nll"], abs=1e-3)
+        assert row["nll"] == pytest.approx(row["dense_nll"], abs=1.1e-3)  # both are rounded to four digits
     with torch.no_grad():
         log_probs = model(ids[1:]).logits[0].log_softmax(-1)
     expected = [-float(log_probs[49 + t, following[1, t]]) for t in range(14, 20)]
