@@ -171,11 +171,12 @@ def route_coarse(query, state, layer, num_graphs, num_kv_heads, scale, least, st
     return visit, count
 
 
-def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, visit=None, **tuned):
+def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, slots, visit=None, new=None, **tuned):
     """``ckv::route`` by its kernels. state: an ``IndexState``, whose scores are written. Returns (shortlist, left_out).
 
-    visit: (visit, count) of ``route_coarse``.
+    visit: (visit, count) of ``route_coarse``. new: key, value, key_new and value_new of ``append_kv``, done besides.
     """
+    from ckv_compile.lowering import append_kv
     from ckv_compile.lowering import route as lowering
 
     batch, heads, queries, dim = query.shape
@@ -207,6 +208,9 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
         tensors |= {"TOP": top, "MASS": mass}
     if visit is not None:
         tensors["VISIT"], tensors["VISITS"] = visit
+    if new is not None:
+        constants |= {"APPEND": True, **append_kv.new_constants(*new[2].shape[1:], new[3].shape[3])}
+        tensors |= dict(zip(("KEY", "VALUE", "KEY_NEW", "VALUE_NEW"), new, strict=True))
     RenderedKernel("route", [], constants)(grid, tensors, left_out)
     return shortlist, left_out
 

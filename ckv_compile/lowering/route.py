@@ -1,4 +1,7 @@
-"""``ckv::route`` on CUDA: one kernel scores and shortlists; score "softmax" has a pass for its statistics before."""
+"""``ckv::route`` on CUDA: one kernel scores and shortlists; score "softmax" has a pass for its statistics before.
+
+That kernel appends the step's keys and values to the cache, too, where ``append_kv`` comes right before it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 import torch
 from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
 
 from ckv_compile.config import GROUP, RUN
 from ckv_compile.index_layout import PROGRAMS
+from ckv_compile.lowering.append_kv import left_to
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
 
@@ -61,9 +66,15 @@ def route(
     sizes, places, counts = fixed(size), fixed(start, stored), fixed(num_communities, capacity)
     (scores,) = fixed(scores)
     left_out = ([batch, num_graphs, PROGRAMS], torch.float32)
+    new: list[Any] = []
+    written = [scores, shortlist]
+    if (appended := left_to(V.graph.current_node)) is not None:
+        new = [appended.length, appended.key_new, appended.value_new, appended.key, appended.value]
+        written += [appended.key, appended.value]
+        constants |= appended.constants()
     if score in ("recency", "random"):
-        inputs = [*sizes, *places, *counts, *fixed(length), scores, shortlist]
-        return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
+        inputs = [*fixed(query), *sizes, *places, *counts, scores, shortlist, *(new or fixed(length))]
+        return [shortlist, template(inputs, left_out, written, constants, tuned, examples)]
     scored = [*fixed(query, centroid, centroid_scale, channel_scale), *sizes]
     inputs = [*scored, *places, *counts]
     if score == "softmax":
@@ -78,7 +89,7 @@ def route(
     if visit is not None:
         inputs += fixed(visit, visit_count)
         constants["LISTED"] = True
-    return [shortlist, template(inputs, left_out, [scores, shortlist], constants, tuned, examples)]
+    return [shortlist, template([*inputs, *new], left_out, written, constants, tuned, examples)]
 
 
 def constants_of(
@@ -95,5 +106,5 @@ def constants_of(
         "BLOCK_D": max(32, next_power_of_2(dim)), "BLOCK_H": max(8, next_power_of_2(rows)),
         "PROGRAMS": programs, "QUOTA": slots // programs, "RUN": RUN, "CHUNK": 512, "ATTEMPTS": 24,
         "SOFTMAX": score == "softmax", "RECENCY": score == "recency", "RANDOM": score == "random", "STATISTICS": False,
-        "LISTED": False, "GROUP": GROUP, "RELATIVE": score == "relative",
+        "LISTED": False, "APPEND": False, "GROUP": GROUP, "RELATIVE": score == "relative",
     }  # fmt: skip

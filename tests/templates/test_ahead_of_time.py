@@ -140,6 +140,8 @@ def kernels(architecture):
             yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
         yield label, "route", [], constants, "fp32", dtype
         if score == "max":
+            appends = append_kv.new_constants(kv_heads, queries, dim, dim)
+            yield f"appends {label}", "route", [], {**constants, "APPEND": True, **appends}, "fp32", dtype
             yield f"listed {label}", "route", [], {**constants, "LISTED": True}, "fp32", dtype
             groups = route_coarse.constants_of(1, heads, dim, graphs, kv_heads, 0.1, 512, 16384, 2048, queries)
             yield label, "route_coarse", [], groups | route_coarse.configs(groups)[0], "i32", dtype

@@ -17,8 +17,8 @@ ASSIGNED = (
     "edge_weight", "gamma",
 )  # fmt: skip
 MARKS = {  # an argument of each template that none after it has
-    "KEY_NEW": "append_kv", "VALUE_NEW": "append_kv", "MEMBER": "retrieve", "NEIGHBOR": "plan", "PLAN": "commit",
-    "REST": "pick_edges", "TOTAL": "merge_splits", "VALUE": "attend", "TOKENS": "edges", "CENTROID": "route",
+    "MEMBER": "retrieve", "SHORTLIST": "route", "NEIGHBOR": "plan", "PLAN": "commit", "REST": "pick_edges",
+    "KEY_NEW": "append_kv", "TOTAL": "merge_splits", "VALUE": "attend", "TOKENS": "edges",
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_layers_run_kernels_only_and_nothing_is_copied(source, graphs):
     launches, call = code_of(source, graphs)
     assert "ops.ckv" not in call
     own = ["edges"] if (source, graphs) == ("keys", 1) else []
-    layer = ["append_kv", "route", "retrieve", *own, "attend", "merge_splits"]
+    layer = ["route", "retrieve", *own, "attend", "merge_splits"]
     assert launches == layer * LAYERS + ["pick_edges", *["plan", "commit"] * ASSIGNED_AT_ONCE]
     # Copies of one-element state would be the only ones of that size.
     assert not re.search(r"empty_strided_cuda\(\(1, ?\)", call)

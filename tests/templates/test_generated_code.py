@@ -24,9 +24,9 @@ from ckv_compile.testing import captured_turns, rewritten
 DECODE, LAYERS = 1, 2
 ONE, SEVERAL = (40, 1, 5), (5, 5)  # tokens per call; the second is a decode step
 TEMPLATES = {  # an argument that this template has and none after it
-    "KEY_NEW": "append_kv", "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
-    "COARSE": "route_coarse", "CENTROID": "route", "MEMBER": "retrieve", "IDS": "select_summaries",
-    "VALUE": "sparse_attention",
+    "NEIGHBOR": "plan_tokens", "PLAN": "assign_tokens", "MEAN_VALUE": "attend_summaries",
+    "COARSE": "route_coarse", "CENTROID": "route", "MEMBER": "retrieve", "SHORTLIST": "route", "IDS": "select_summaries",
+    "KEY_NEW": "append_kv", "VALUE": "sparse_attention",
     "TOTAL": "merge_splits", "TOKENS": "edges",
 }  # fmt: skip
 
@@ -120,13 +120,13 @@ def test_decode_on_a_dynamic_cache():
     assert_expected_inline(
         launches(*decode_step("dynamic")),
         """\
-append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
@@ -159,15 +159,15 @@ def test_groups_of_communities_have_a_kernel_more():
     assert_expected_inline(
         launches(*decode_step("dynamic", hierarchy="auto")),
         """\
-append_kv 4x1x1 length key_0 value_0
 route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_0 coarse_scores scores
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
 route_coarse 8x4x1 coarse coarse_scale channel_scale num_grouped num_communities capacity_1 coarse_scores scores
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
@@ -179,15 +179,15 @@ def test_softmax_score_has_a_pass_more():
     assert_expected_inline(
         launches(*decode_step("dynamic", score="softmax")),
         """\
-append_kv 4x1x1 length key_0 value_0
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
 route 64x4x1 centroid centroid_scale channel_scale size num_communities capacity_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 8x1x1
@@ -199,15 +199,15 @@ def test_new_tokens_are_assigned_in_all_layers_at_once():
     assert_expected_inline(
         launches(*decode_step("dynamic", append="assign")),
         """\
-append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first candidate candidate_score candidate_rest
     new_key
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest
@@ -260,15 +260,15 @@ def test_cosines_over_all_heads_have_a_kernel_of_their_own():
     assert_expected_inline(
         launches(*decode_step("dynamic", append="assign", graph_aggregation="layer")),
         """\
-append_kv 4x1x1 length key_0 value_0
-route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 edges 64x2x1 key_0 n_indexed capacity_0 length first candidate candidate_score candidate_rest new_key
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
-route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x2x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 17x2x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 edges 64x2x1 key_1 n_indexed capacity_1 length first candidate candidate_score candidate_rest new_key
@@ -290,15 +290,15 @@ def test_communities_that_are_not_retrieved_are_selected_and_attended():
     assert_expected_inline(
         launches(*decode_step("dynamic", centroid_budget=4)),
         """\
-append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
 attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_0
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
 attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value capacity_1
@@ -312,8 +312,8 @@ def test_mean_values_are_kept_where_tokens_are_assigned():
     assert_expected_inline(
         launches(*decode_step("dynamic", append="assign", centroid_budget=4)),
         """\
-append_kv 4x1x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_0 length
     first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_0 length first tally
@@ -321,8 +321,8 @@ attend_summaries 4x1x1 centroid centroid_scale channel_scale size mean_value cap
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first candidate candidate_score candidate_rest
     new_key
 merge_splits 8x1x1
-append_kv 4x1x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 17x4x1 scores start stored size member log_community log_first num_communities n_indexed capacity_1 length
     first tally
 select_summaries 4x1x1 scores size num_communities n_indexed capacity_1 length first tally
@@ -385,13 +385,13 @@ def test_a_step_of_several_tokens_launches_the_same():
     assert_expected_inline(
         launches(*decode_step("dynamic", SEVERAL)),
         """\
-append_kv 4x5x1 length key_0 value_0
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_0 scores length key_0
+    value_0
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_0 length first tally
 sparse_attention 64x4x1 key_0 value_0 n_indexed capacity_0 length first
 merge_splits 40x1x1
-append_kv 4x5x1 length key_1 value_1
-route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores
+route 64x4x1 centroid centroid_scale channel_scale size start stored num_communities capacity_1 scores length key_1
+    value_1
 retrieve 16x4x1 scores start size member num_communities n_indexed capacity_1 length first tally
 sparse_attention 64x4x1 key_1 value_1 n_indexed capacity_1 length first
 merge_splits 40x1x1
@@ -431,10 +431,23 @@ def test_layers_share_their_kernels(cache, options):
     _, code = decode_step(cache, group_projections="off", **options)
     call = code[code.index("def call(") :]
     templates = re.findall(r"(triton_tem_\w+)\.run\(", call)
-    kinds = 5 if cache == "dynamic" else 4  # a static cache is written by the model
     once = (1 + 2 * ASSIGNED_AT_ONCE) * len(options)  # of all layers
-    assert len(templates) == kinds * LAYERS + once
-    assert len(set(templates)) == kinds + once
+    assert len(templates) == 4 * LAYERS + once
+    assert len(set(templates)) == 4 + once
+
+
+def test_an_append_without_a_route_behind_it_has_a_kernel():
+    def call(key, value, new, value_new, length):
+        torch.ops.ckv.append_kv(key, value, new, value_new, length)
+        return new + 1
+
+    def arguments():
+        empty = functools.partial(torch.empty, device="cuda")
+        return [*(empty(1, 2, n, 16) for n in (128, 128, 1, 1)), empty(1, dtype=torch.int32)]
+
+    code = generated_code(call, arguments)
+    assert "'arg_KEY_NEW'" in code
+    assert len(re.findall(r"triton_tem_\w+\.run\(", code)) == 1
 
 
 @pytest.mark.parametrize(("grouping", "kernels", "left"), [("off", 0, 15), ("inputs", 4, 5), ("all", 9, 0)])
