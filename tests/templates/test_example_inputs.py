@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckv_compile import rendered
-from ckv_compile.lowering import example_inputs, retrieve, route, sparse_attention
+from ckv_compile.lowering import append_kv, example_inputs, retrieve, route, sparse_attention
 from ckv_compile.lowering.template_call import Template
 
 SLOTS, BUDGET, BATCH, GRAPHS, DIM = 2048, 512, 2, 2, 64
@@ -56,10 +56,20 @@ def launch(template: Template, helpers, constants, grid, tensors, output):
 def test_kernels_run_on_the_examples(made, device):
     query = torch.randn(BATCH, GRAPHS, 1, DIM, device=device)
     constants = {**route.constants_of(BATCH, GRAPHS, DIM, GRAPHS, GRAPHS, 0.1, "max", 64), "PROGRAMS": 4, "QUOTA": 16}
-    constants |= dict(route.configs("max")[0], BLOCK_C=32, CHUNK=64)
+    constants |= dict(route.configs("max")[0], BLOCK_C=32, CHUNK=64, APPEND=True)
+    constants |= append_kv.new_constants(GRAPHS, 1, DIM, DIM)
+    new = torch.randn(BATCH, GRAPHS, 1, DIM, device=device)
     left_out = rendered.poisoned((BATCH, GRAPHS, 64), torch.float32, device)
     scores = made["SCORES"].clone()
-    launch(route.template, [], constants, (4, BATCH * GRAPHS, 1), {**made, "QUERY": query}, left_out)
+    launch(
+        route.template,
+        [],
+        constants,
+        (4, BATCH * GRAPHS, 1),
+        {**made, "QUERY": query, "KEY_NEW": new, "VALUE_NEW": -new},
+        left_out,
+    )
+    assert torch.equal(made["KEY"][:, :, example_inputs.TOKENS], new[:, :, 0])
     assert made["SCORES"].isfinite().all()
     assert not torch.equal(made["SCORES"], scores)
     assert left_out[:, :, :4].isfinite().all()

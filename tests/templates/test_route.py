@@ -12,7 +12,7 @@ from ckv_compile.testing import random_index
 
 LAYER, SCALE, LENGTH = 1, 0.3, 50
 STATE = ("centroid", "centroid_scale", "channel_scale", "size", "start", "stored", "num_communities")
-SMALL = {"PROGRAMS": 2, "RUN": 4, "BLOCK_C": 16, "CHUNK": 16}
+SMALL = {"PROGRAMS": 2, "RUN": 4, "BLOCK_C": 16, "CHUNK": 32}
 QUOTA = 8
 
 
@@ -129,9 +129,27 @@ def test_every_dtype_of_the_query(device, dtype):
 
 
 @pytest.mark.parametrize("score", ["max", "softmax", "recency", "random"])
-@pytest.mark.parametrize("communities", [0, 1, 7, 8, 9, 31, 32, 33, 65])
+@pytest.mark.parametrize("communities", [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 150])
 def test_any_number_of_communities(device, communities, score):
     check(*case(device, (2, 1), 1, communities), (2, 1), 1, score)
+
+
+@pytest.mark.parametrize("score", ["max", "relative"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_shares_in_registers_and_in_memory_list_the_same(device, queries, score):
+    query, index = case(device, communities=100, queries=queries)
+    length = torch.tensor([LENGTH], dtype=torch.int32, device=device)
+    found = []
+    for chunk in (32, 64, 128):  # of 52 scores: a part, all, and all in half of it
+        tuned = {**SMALL, "CHUNK": chunk, "QUOTA": QUOTA}
+        listed = rendered.route(query, index, LAYER, 2, 2, SCALE, score, length, 2 * QUOTA, **tuned)
+        found.append((*listed, index.scores.clone()))
+    (shortlist, left_out, scores), *others = found
+    used = (shortlist[:, :, 2] > 0)[:, :, None].expand_as(shortlist)
+    for other in others:
+        assert torch.equal(scores.nan_to_num(), other[2].nan_to_num())
+        torch.testing.assert_close(left_out, other[1], rtol=1e-6, atol=0)
+        assert torch.equal(shortlist[used], other[0][used])
 
 
 @pytest.mark.parametrize("score", ["max", "recency", "random"])
