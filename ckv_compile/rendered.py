@@ -181,8 +181,9 @@ def route(query, state, layer, num_graphs, num_kv_heads, scale, score, length, s
 
     batch, heads, queries, dim = query.shape
     constants = lowering.constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
-    tuned = {**lowering.configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)[0], **tuned}
-    constants = {**constants, **tuned}
+    rows = constants["BLOCK_H"] if queries > 1 else 0
+    configs = lowering.configs(score, constants["PARTS"], dim, rows, listed=visit is not None)
+    constants = {**constants, **configs[0], **tuned}
     grid = (constants["PROGRAMS"], batch * num_graphs, 1)
     shortlist = poisoned((batch, num_graphs, 5, slots), torch.int32, query.device)
     left_out = poisoned((batch, num_graphs, constants["PROGRAMS"]), torch.float32, query.device)

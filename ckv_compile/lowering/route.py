@@ -27,7 +27,7 @@ def num_programs(rows: int) -> int:
     return max(16, min(PROGRAMS, next_power_of_2(512 // rows)))
 
 
-def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[Config]:
+def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0, *, listed: bool = False) -> list[Config]:
     """The second pass of score "softmax" holds more per program, so it gets more warps.
 
     Centroids of several parts are that much wider: fewer at a time, or they would not fit shared memory. So are the
@@ -38,7 +38,10 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0) -> list[C
         return [{"BLOCK_C": block, "STAGES": 2, "num_warps": warps, "num_stages": 2} for warps in (8, 4)]
     if parts > 1:
         block, stages = (32, 2) if parts * dim <= 2048 else (16, 1)
-        return [{"BLOCK_C": block, "STAGES": stages, "num_warps": warps, "num_stages": stages} for warps in (4, 8)]
+        return [
+            {"BLOCK_C": block, "STAGES": stages, "num_warps": warps, "num_stages": stages}
+            for warps in ((8, 4) if listed else (4, 8))  # with four, the ids of listed groups spill
+        ]
     least = 4 if score == "softmax" else 2
     return [
         {"BLOCK_C": block, "STAGES": stages, "num_warps": max(least, warps), "num_stages": stages}
@@ -61,7 +64,8 @@ def route(
     batch, heads, queries, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 5, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)
-    tuned = configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)
+    rows = constants["BLOCK_H"] if queries > 1 else 0
+    tuned = configs(score, constants["PARTS"], dim, rows, listed=visit is not None)
     examples = makers(batch, num_graphs, constants["PARTS"] * dim, slots, budget=1)
     sizes, places, counts = fixed(size), fixed(start, stored), fixed(num_communities, capacity)
     (scores,) = fixed(scores)

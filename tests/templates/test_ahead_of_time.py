@@ -134,7 +134,8 @@ def kernels(architecture):
 
     def routed(dim, score, heads=32, kv_heads=8, graphs=8, dtype="bf16", queries=1):
         constants = route.constants_of(1, heads, dim, graphs, kv_heads, 0.1, score, 2048, queries)
-        constants |= route.configs(score, constants["PARTS"], dim, constants["BLOCK_H"] if queries > 1 else 0)[0]
+        rows = constants["BLOCK_H"] if queries > 1 else 0
+        constants |= route.configs(score, constants["PARTS"], dim, rows)[0]
         label = f"D={dim} {score} {dtype} heads={heads}/{kv_heads} graphs={graphs} queries={queries}"
         if score == "softmax":
             yield f"statistics {label}", "route", [], {**constants, "STATISTICS": True}, "fp32", dtype
@@ -142,7 +143,8 @@ def kernels(architecture):
         if score == "max":
             appends = append_kv.new_constants(kv_heads, queries, dim, dim)
             yield f"appends {label}", "route", [], {**constants, "APPEND": True, **appends}, "fp32", dtype
-            yield f"listed {label}", "route", [], {**constants, "LISTED": True}, "fp32", dtype
+            listed = route.configs(score, constants["PARTS"], dim, rows, listed=True)[0]
+            yield f"listed {label}", "route", [], {**constants, **listed, "LISTED": True}, "fp32", dtype
             groups = route_coarse.constants_of(1, heads, dim, graphs, kv_heads, 0.1, 512, 16384, 2048, queries)
             yield label, "route_coarse", [], groups | route_coarse.configs(groups)[0], "i32", dtype
 
