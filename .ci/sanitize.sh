@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KERNELS="not ahead and not float16 and not float32 and (default_configuration or joining_and_new or repeated_unusable
- or test_exact_lists or test_blocks_at_once or newest_tokens or (every_configuration and 1) or (behind_the_length and 1)
+ or appends_besides or test_exact_lists or test_blocks_at_once or newest_tokens or (every_configuration and 1) or (behind_the_length and 1)
  or ((rows_of_any_coverage or short_and_unindexed_rows or communities_of_any_grouping or later_turns) and 0)
  or (every_kappa and prefill and 8))"
 for tool in memcheck racecheck; do
