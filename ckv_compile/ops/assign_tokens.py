@@ -58,121 +58,6 @@ def _check(
     require(0.0 <= lam <= 1.0, "lam", "be between 0 and 1", lam)
 
 
-def _assign_tokens(
-    new_neighbor: Tensor,
-    new_weight: Tensor,
-    new_key: Tensor,
-    centroid: Tensor,
-    centroid_scale: Tensor,
-    channel_scale: Tensor,
-    log_mean: Tensor,
-    mean_at: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    size: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    log_community: Tensor,
-    log_first: Tensor,
-    label: Tensor,
-    community_weight: Tensor,
-    total_weight: Tensor,
-    edge_neighbor: Tensor,
-    edge_weight: Tensor,
-    gamma: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_lists: int,
-    kappa: int,
-    num_graphs: int,
-    num_sink_tokens: int,
-    lam: float,
-    new_value: Tensor | None = None,
-    mean_value: Tensor | None = None,
-    log_value: Tensor | None = None,
-) -> None:
-    from ckv_compile.reference.assign_tokens import assign_tokens
-
-    sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value, log_value)
-    assign_tokens(
-        new_neighbor,
-        new_weight,
-        new_key,
-        centroid,
-        centroid_scale,
-        channel_scale,
-        log_mean,
-        mean_at,
-        start,
-        stored,
-        size,
-        num_communities,
-        n_indexed,
-        log_community,
-        log_first,
-        label,
-        community_weight,
-        total_weight,
-        edge_neighbor,
-        edge_weight,
-        gamma,
-        capacity,
-        length,
-        first,
-        *sizes,
-        lam,
-        new_value,
-        mean_value,
-        log_value,
-    )
-
-
-def _assign_tokens_fake(
-    new_neighbor: Tensor,
-    new_weight: Tensor,
-    new_key: Tensor,
-    centroid: Tensor,
-    centroid_scale: Tensor,
-    channel_scale: Tensor,
-    log_mean: Tensor,
-    mean_at: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    size: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    log_community: Tensor,
-    log_first: Tensor,
-    label: Tensor,
-    community_weight: Tensor,
-    total_weight: Tensor,
-    edge_neighbor: Tensor,
-    edge_weight: Tensor,
-    gamma: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_lists: int,
-    kappa: int,
-    num_graphs: int,
-    num_sink_tokens: int,
-    lam: float,
-    new_value: Tensor | None = None,
-    mean_value: Tensor | None = None,
-    log_value: Tensor | None = None,
-) -> None:
-    sizes = (num_layers, num_kv_heads, head_dim, num_lists, kappa, num_graphs, num_sink_tokens)
-    _check(new_neighbor, new_weight, length, first, *sizes, lam, new_value, mean_value, log_value)
-
-
 register_op(
     "assign_tokens(Tensor new_neighbor, Tensor new_weight, Tensor new_key, Tensor(a!) centroid, "
     "Tensor(m!) centroid_scale, Tensor channel_scale, Tensor(n!) log_mean, Tensor(p!) mean_at, "
@@ -182,6 +67,5 @@ register_op(
     "Tensor length, Tensor first, int num_layers, int num_kv_heads, int head_dim, int num_lists, int kappa, "
     "int num_graphs, int num_sink_tokens, float lam, Tensor? new_value=None, Tensor(o!)? mean_value=None, "
     "Tensor(q!)? log_value=None) -> ()",
-    _assign_tokens,
-    _assign_tokens_fake,
+    _check,
 )

@@ -22,15 +22,7 @@ def _check(centroid: Tensor, centroid_scale: Tensor, size: Tensor) -> None:
     require(size.dtype in INT_DTYPES, "size", "be int32 or int64", size.dtype)
 
 
-def _coarse_centroids(centroid: Tensor, centroid_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    from ckv_compile.reference.coarse_centroids import coarse_centroids
-
-    _check(centroid, centroid_scale, size)
-    return coarse_centroids(centroid, centroid_scale, size)
-
-
-def _coarse_centroids_fake(centroid: Tensor, centroid_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    _check(centroid, centroid_scale, size)
+def _groups(centroid: Tensor, centroid_scale: Tensor) -> tuple[Tensor, Tensor]:
     batch, graphs, communities, dim = centroid.shape
     return (
         centroid.new_empty((batch, graphs, communities // GROUP, 2, dim)),
@@ -40,6 +32,6 @@ def _coarse_centroids_fake(centroid: Tensor, centroid_scale: Tensor, size: Tenso
 
 register_op(
     "coarse_centroids(Tensor centroid, Tensor centroid_scale, Tensor size) -> (Tensor, Tensor)",
-    _coarse_centroids,
-    _coarse_centroids_fake,
+    _check,
+    _groups,
 )

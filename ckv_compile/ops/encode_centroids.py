@@ -15,18 +15,12 @@ def _check(mean: Tensor, channel_scale: Tensor) -> None:
     require(channel_scale.dtype == torch.float32, "channel_scale", "be float32", channel_scale.dtype)
 
 
-def _encode_centroids(mean: Tensor, channel_scale: Tensor) -> tuple[Tensor, Tensor]:
-    from ckv_compile.reference.encode_centroids import encode_centroids
-
-    _check(mean, channel_scale)
-    return encode_centroids(mean, channel_scale)
-
-
-def _encode_centroids_fake(mean: Tensor, channel_scale: Tensor) -> tuple[Tensor, Tensor]:
-    _check(mean, channel_scale)
+def _codes(mean: Tensor) -> tuple[Tensor, Tensor]:
     return mean.new_empty(mean.shape, dtype=torch.int8), mean.new_empty(mean.shape[:-1], dtype=torch.float32)
 
 
 register_op(
-    "encode_centroids(Tensor mean, Tensor channel_scale) -> (Tensor, Tensor)", _encode_centroids, _encode_centroids_fake
+    "encode_centroids(Tensor mean, Tensor channel_scale) -> (Tensor, Tensor)",
+    _check,
+    _codes,
 )

@@ -28,9 +28,8 @@ def _key_neighbors(
     kappa: int,
     num_sink_tokens: int,
     join_heads: bool,
-    block_size: int = 0,
+    block_size: int,
 ) -> Tensor:
-    _check(key, first, start, stop, kappa, num_sink_tokens, block_size)
     if key.is_cuda:
         from ckv_compile.kernels import key_neighbors as kernel
         from ckv_compile.reference.nominal import cache_prefix
@@ -43,17 +42,7 @@ def _key_neighbors(
     return key_neighbors(key, first, start, stop, kappa, num_sink_tokens, join_heads, block_size)
 
 
-def _key_neighbors_fake(
-    key: Tensor,
-    first: Tensor,
-    start: int,
-    stop: int,
-    kappa: int,
-    num_sink_tokens: int,
-    join_heads: bool,
-    block_size: int = 0,
-) -> Tensor:
-    _check(key, first, start, stop, kappa, num_sink_tokens, block_size)
+def _neighbors(key: Tensor, start: int, stop: int, kappa: int, join_heads: bool) -> Tensor:
     graphs = 1 if join_heads else key.shape[1]
     return key.new_empty((key.shape[0], graphs, stop - start, kappa), dtype=torch.int32)
 
@@ -61,6 +50,7 @@ def _key_neighbors_fake(
 register_op(
     "key_neighbors(Tensor key, Tensor first, int start, int stop, int kappa, int num_sink_tokens, bool join_heads, "
     "int block_size=0) -> Tensor",
+    _check,
+    _neighbors,
     _key_neighbors,
-    _key_neighbors_fake,
 )

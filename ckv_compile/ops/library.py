@@ -6,7 +6,9 @@ A fake therefore never looks at the sizes of such an argument beyond batch, head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +19,58 @@ TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 INT_DTYPES = (torch.int32, torch.int64)
 
 
-def register_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Declare ``ckv::<schema>`` with one implementation for every device and a fake for tracing."""
-    name = schema[: schema.index("(")]
+def register_op(
+    schema: str,
+    check: Callable[..., None] | Sequence[Callable[..., None]],
+    fake: Callable[..., Any] | None = None,
+    implementation: Callable[..., Any] | str | None = None,
+) -> None:
+    """Declare ``ckv::<schema>`` for every device, and what tracing sees of it.
+
+    check: one function or more that raise for bad arguments, in order. fake: makes results to trace with, if there are
+    any. implementation: runs the operator; a module instead of a function is imported at the first call and holds one of
+    the operator's name, as does the default ``ckv_compile.reference.<name>``. Each function gets those of the operator's
+    arguments that it names, by name.
+    """
+    parsed = torch._C.parse_schema(f"ckv::{schema}")
+    name, arguments = parsed.name.removeprefix("ckv::"), [argument.name for argument in parsed.arguments]
+    defaults = {a.name: a.default_value for a in parsed.arguments if a.has_default_value()}
+    checks = [_chosen(function, arguments) for function in ([check] if callable(check) else check)]
+    make = None if fake is None else _chosen(fake, arguments)
+    run = _chosen(implementation, arguments) if callable(implementation) else None
+    module = implementation if isinstance(implementation, str) else f"ckv_compile.reference.{name}"
+
+    def given(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        values = {**defaults, **dict(zip(arguments, args, strict=False)), **kwargs}
+        for function in checks:
+            function(values)
+        return values
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        values = given(args, kwargs)
+        if run is None:
+            run = _chosen(getattr(importlib.import_module(module), name), arguments)
+        return run(values)
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        values = given(args, kwargs)
+        return None if make is None else make(values)
+
     LIBRARY.define(schema, tags=TAGS)
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ckv::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ckv::{name}", trace, lib=LIBRARY)
+
+
+def _chosen(function: Callable[..., Any], arguments: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
+    """``function`` of a dictionary of arguments, of which it takes those that it names; others must have a default."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in arguments:
+            names.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise TypeError(f"{function.__qualname__} asks for {parameter.name}, which is no argument of the operator")
+    return lambda values: function(**{name: values[name] for name in names})
 
 
 def require(condition: bool, argument: str, requirement: str, value: object) -> None:

@@ -36,43 +36,7 @@ def _check(
     require(source in EDGE_SOURCES, "source", f"be one of {EDGE_SOURCES}", source)
 
 
-def _pick_edges(
-    candidate: Tensor,
-    candidate_score: Tensor,
-    candidate_rest: Tensor,
-    candidate_norm: Tensor,
-    first: Tensor,
-    num_layers: int,
-    num_places: int,
-    num_lists: int,
-    budget: int,
-    num_sink_tokens: int,
-    kappa: int,
-    source: str,
-) -> tuple[Tensor, Tensor]:
-    from ckv_compile.reference.pick_edges import pick_edges
-
-    kept = (candidate, candidate_score, candidate_rest, candidate_norm)
-    _check(*kept, first, num_layers, num_places, num_lists, budget, num_sink_tokens, kappa, source)
-    return pick_edges(*kept, first, num_layers, num_places, num_lists, budget, num_sink_tokens, kappa, source)
-
-
-def _pick_edges_fake(
-    candidate: Tensor,
-    candidate_score: Tensor,
-    candidate_rest: Tensor,
-    candidate_norm: Tensor,
-    first: Tensor,
-    num_layers: int,
-    num_places: int,
-    num_lists: int,
-    budget: int,
-    num_sink_tokens: int,
-    kappa: int,
-    source: str,
-) -> tuple[Tensor, Tensor]:
-    kept = (candidate, candidate_score, candidate_rest, candidate_norm)
-    _check(*kept, first, num_layers, num_places, num_lists, budget, num_sink_tokens, kappa, source)
+def _edges(candidate: Tensor, first: Tensor, num_layers: int, num_lists: int, kappa: int) -> tuple[Tensor, Tensor]:
     shape = (num_layers, first.shape[0], num_lists, kappa)
     return candidate.new_empty(shape, dtype=torch.int32), candidate.new_empty(shape, dtype=torch.float32)
 
@@ -81,6 +45,6 @@ register_op(
     "pick_edges(Tensor candidate, Tensor candidate_score, Tensor candidate_rest, Tensor candidate_norm, "
     "Tensor first, int num_layers, int num_places, int num_lists, int budget, int num_sink_tokens, int kappa, str source) "
     "-> (Tensor, Tensor)",
-    _pick_edges,
-    _pick_edges_fake,
+    _check,
+    _edges,
 )

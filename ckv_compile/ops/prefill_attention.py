@@ -17,16 +17,8 @@ def _check(
 
 
 def _prefill_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    first: Tensor,
-    ticket: Tensor,
-    scale: float,
-    sink_logits: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, length: Tensor, first: Tensor, scale: float, sink_logits: Tensor | None
 ) -> Tensor:
-    _check(query, key, value, length, first, sink_logits)
     if query.is_cuda:
         from ckv_compile.kernels import prefill_attention as kernel
         from ckv_compile.reference.nominal import cache_prefix
@@ -41,17 +33,7 @@ def _prefill_attention(
     return prefill_attention(query, key, value, length, first, scale, sink_logits)
 
 
-def _prefill_attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    first: Tensor,
-    ticket: Tensor,
-    scale: float,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    _check(query, key, value, length, first, sink_logits)
+def _attended(query: Tensor, value: Tensor) -> Tensor:
     batch, heads, tokens, _ = query.shape
     # Token-major in memory, as torch's own kernels return it: models transpose back at no cost.
     return query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
@@ -60,6 +42,7 @@ def _prefill_attention_fake(
 register_op(
     "prefill_attention(Tensor query, Tensor key, Tensor value, Tensor length, Tensor first, Tensor ticket, "
     "float scale, Tensor? sink_logits) -> Tensor",
+    _check,
+    _attended,
     _prefill_attention,
-    _prefill_attention_fake,
 )

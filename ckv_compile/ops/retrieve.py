@@ -31,90 +31,7 @@ def _check(
     require_at_least("reserved", reserved, 0)
 
 
-def _retrieve(
-    shortlist: Tensor,
-    left_out: Tensor,
-    scores: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    size: Tensor,
-    member: Tensor,
-    log_community: Tensor,
-    log_first: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    layer: int,
-    batch: int,
-    num_graphs: int,
-    budget: int,
-    num_sink_tokens: int,
-    recent_window: int,
-    has_log: bool,
-    num_new: int = 1,
-    reserved: int = 0,
-) -> tuple[Tensor, Tensor]:
-    from ckv_compile.reference.retrieve import retrieve
-
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new, reserved)
-    return retrieve(
-        shortlist,
-        left_out,
-        scores,
-        start,
-        stored,
-        size,
-        member,
-        log_community,
-        log_first,
-        num_communities,
-        n_indexed,
-        capacity,
-        length,
-        first,
-        tally,
-        layer,
-        batch,
-        num_graphs,
-        budget,
-        num_sink_tokens,
-        recent_window,
-        has_log,
-        num_new,
-        reserved,
-    )
-
-
-def _retrieve_fake(
-    shortlist: Tensor,
-    left_out: Tensor,
-    scores: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    size: Tensor,
-    member: Tensor,
-    log_community: Tensor,
-    log_first: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    layer: int,
-    batch: int,
-    num_graphs: int,
-    budget: int,
-    num_sink_tokens: int,
-    recent_window: int,
-    has_log: bool,
-    num_new: int = 1,
-    reserved: int = 0,
-) -> tuple[Tensor, Tensor]:
-    _check(scores, length, first, batch, num_graphs, budget, num_sink_tokens, recent_window, num_new, reserved)
+def _lists(scores: Tensor, batch: int, num_graphs: int, budget: int) -> tuple[Tensor, Tensor]:
     return (
         scores.new_empty((batch, num_graphs, budget), dtype=torch.int32),
         scores.new_empty((batch, num_graphs), dtype=torch.int32),
@@ -126,6 +43,6 @@ register_op(
     "Tensor member, Tensor log_community, Tensor log_first, Tensor num_communities, Tensor n_indexed, "
     "Tensor capacity, Tensor length, Tensor first, Tensor(a!) tally, int layer, SymInt batch, int num_graphs, "
     "int budget, int num_sink_tokens, int recent_window, bool has_log, int num_new=1, int reserved=0) -> (Tensor, Tensor)",
-    _retrieve,
-    _retrieve_fake,
+    _check,
+    _lists,
 )

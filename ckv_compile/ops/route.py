@@ -61,29 +61,12 @@ def _shortlist(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tens
 
 
 def _route(
-    query: Tensor,
-    centroid: Tensor,
-    centroid_scale: Tensor,
-    channel_scale: Tensor,
-    size: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    num_communities: Tensor,
-    capacity: Tensor,
-    scores: Tensor,
-    layer: int,
-    num_graphs: int,
-    num_kv_heads: int,
-    scale: float,
-    score: str,
-    length: Tensor,
-    slots: int,
-    visit: Tensor | None = None,
-    visit_count: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, centroid: Tensor, centroid_scale: Tensor, channel_scale: Tensor, size: Tensor, num_communities: Tensor,
+    capacity: Tensor, scores: Tensor, layer: int, num_graphs: int, num_kv_heads: int, scale: float, score: str,
+    length: Tensor, slots: int, visit: Tensor | None, visit_count: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from ckv_compile.reference.route import route
 
-    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots, visit, visit_count)
     route(
         query, centroid, centroid_scale, channel_scale, size, num_communities, capacity, scores, layer, num_graphs,
         num_kv_heads, scale, score, length, visit, visit_count,
@@ -92,36 +75,12 @@ def _route(
     return shortlist.zero_(), left_out.fill_(torch.inf)  # nothing is listed
 
 
-def _route_fake(
-    query: Tensor,
-    centroid: Tensor,
-    centroid_scale: Tensor,
-    channel_scale: Tensor,
-    size: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    num_communities: Tensor,
-    capacity: Tensor,
-    scores: Tensor,
-    layer: int,
-    num_graphs: int,
-    num_kv_heads: int,
-    scale: float,
-    score: str,
-    length: Tensor,
-    slots: int,
-    visit: Tensor | None = None,
-    visit_count: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check(query, centroid, num_graphs, num_kv_heads, score, length, slots, visit, visit_count)
-    return _shortlist(query, num_graphs, slots)
-
-
 register_op(
     "route(Tensor query, Tensor centroid, Tensor centroid_scale, Tensor channel_scale, Tensor size, "
     "Tensor start, Tensor stored, Tensor num_communities, Tensor capacity, Tensor(a!) scores, int layer, "
     "int num_graphs, int num_kv_heads, float scale, str score, Tensor length, int slots, Tensor? visit=None, "
     "Tensor? visit_count=None) -> (Tensor, Tensor)",
+    _check,
+    _shortlist,
     _route,
-    _route_fake,
 )

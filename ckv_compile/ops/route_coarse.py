@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import PROGRAMS, coarse_parts
+from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.ops.library import register_op, require, require_at_least, require_graphs
 
 
@@ -34,59 +34,10 @@ def _lists(query: Tensor, num_graphs: int, slots: int) -> tuple[Tensor, Tensor]:
     return query.new_empty((*shape, slots), dtype=torch.int32), query.new_empty(shape, dtype=torch.int32)
 
 
-def _route_coarse(
-    query: Tensor,
-    coarse: Tensor,
-    coarse_scale: Tensor,
-    channel_scale: Tensor,
-    num_grouped: Tensor,
-    num_communities: Tensor,
-    capacity: Tensor,
-    coarse_scores: Tensor,
-    scores: Tensor,
-    layer: int,
-    num_graphs: int,
-    num_kv_heads: int,
-    scale: float,
-    least: int,
-    start: int,
-    slots: int,
-) -> tuple[Tensor, Tensor]:
-    from ckv_compile.reference.route_coarse import route_coarse
-
-    _check(query, coarse, num_graphs, num_kv_heads, least, start, slots)
-    return route_coarse(
-        query, coarse, coarse_scale, channel_scale, num_grouped, num_communities, capacity, coarse_scores, scores,
-        layer, num_graphs, num_kv_heads, scale, least, start, slots, coarse_parts(least),
-    )  # fmt: skip
-
-
-def _route_coarse_fake(
-    query: Tensor,
-    coarse: Tensor,
-    coarse_scale: Tensor,
-    channel_scale: Tensor,
-    num_grouped: Tensor,
-    num_communities: Tensor,
-    capacity: Tensor,
-    coarse_scores: Tensor,
-    scores: Tensor,
-    layer: int,
-    num_graphs: int,
-    num_kv_heads: int,
-    scale: float,
-    least: int,
-    start: int,
-    slots: int,
-) -> tuple[Tensor, Tensor]:
-    _check(query, coarse, num_graphs, num_kv_heads, least, start, slots)
-    return _lists(query, num_graphs, slots)
-
-
 register_op(
     "route_coarse(Tensor query, Tensor coarse, Tensor coarse_scale, Tensor channel_scale, Tensor num_grouped, "
     "Tensor num_communities, Tensor capacity, Tensor(a!) coarse_scores, Tensor(b!) scores, int layer, int num_graphs, "
     "int num_kv_heads, float scale, int least, int start, int slots) -> (Tensor, Tensor)",
-    _route_coarse,
-    _route_coarse_fake,
+    _check,
+    _lists,
 )

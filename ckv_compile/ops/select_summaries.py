@@ -31,50 +31,7 @@ def _check(
     require_at_least("recent_window", recent_window, 1)
 
 
-def _select_summaries(
-    scores: Tensor,
-    size: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    layer: int,
-    batch: int,
-    num_graphs: int,
-    budget: int,
-    reserved: int,
-    num_sink_tokens: int,
-    recent_window: int,
-) -> Tensor:
-    from ckv_compile.reference.select_summaries import select_summaries
-
-    sizes = (batch, num_graphs, budget, reserved, num_sink_tokens, recent_window)
-    _check(scores, size, length, first, *sizes)
-    return select_summaries(scores, size, num_communities, n_indexed, capacity, length, first, tally, layer, *sizes)
-
-
-def _select_summaries_fake(
-    scores: Tensor,
-    size: Tensor,
-    num_communities: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    layer: int,
-    batch: int,
-    num_graphs: int,
-    budget: int,
-    reserved: int,
-    num_sink_tokens: int,
-    recent_window: int,
-) -> Tensor:
-    _check(
-        scores, size, length, first, batch, num_graphs, budget, reserved, num_sink_tokens, recent_window
-    )  # fmt: skip
+def _ids(scores: Tensor, batch: int, num_graphs: int, reserved: int) -> Tensor:
     return scores.new_empty((batch, num_graphs, reserved), dtype=torch.int32)
 
 
@@ -82,6 +39,6 @@ register_op(
     "select_summaries(Tensor scores, Tensor size, Tensor num_communities, Tensor n_indexed, Tensor capacity, "
     "Tensor length, Tensor first, Tensor(a!) tally, int layer, SymInt batch, int num_graphs, int budget, int reserved, "
     "int num_sink_tokens, int recent_window) -> Tensor",
-    _select_summaries,
-    _select_summaries_fake,
+    _check,
+    _ids,
 )

@@ -42,65 +42,9 @@ def _check(
     require_at_least("recent_window", recent_window, 1)
 
 
-def _select_tokens(
-    query: Tensor,
-    key: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    importance: Tensor | None,
-    neighbor: Tensor | None,
-    page_low: Tensor | None,
-    page_high: Tensor | None,
-    last_query: Tensor | None,
-    policy: str,
-    layer: int,
-    scale: float,
-    num_graphs: int,
-    budget: int,
-    num_sink_tokens: int,
-    recent_window: int,
-    neighbors: int,
-) -> tuple[Tensor, Tensor]:
-    from ckv_compile.policies.select_tokens import select_tokens
-
-    _check(query, key, length, first, policy, num_graphs, budget, num_sink_tokens, recent_window)
-    return select_tokens(
-        query, key, n_indexed, capacity, length, first, tally, importance, neighbor, page_low, page_high, last_query,
-        policy, layer, scale, num_graphs, budget, num_sink_tokens, recent_window, neighbors,
-    )  # fmt: skip
-
-
-def _select_tokens_fake(
-    query: Tensor,
-    key: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    tally: Tensor,
-    importance: Tensor | None,
-    neighbor: Tensor | None,
-    page_low: Tensor | None,
-    page_high: Tensor | None,
-    last_query: Tensor | None,
-    policy: str,
-    layer: int,
-    scale: float,
-    num_graphs: int,
-    budget: int,
-    num_sink_tokens: int,
-    recent_window: int,
-    neighbors: int,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, length, first, policy, num_graphs, budget, num_sink_tokens, recent_window)
-    batch = query.shape[0]
-    return (
-        query.new_empty((batch, num_graphs, budget), dtype=torch.int32),
-        query.new_empty((batch, num_graphs), dtype=torch.int32),
-    )
+def _lists(query: Tensor, num_graphs: int, budget: int) -> tuple[Tensor, Tensor]:
+    shape = (query.shape[0], num_graphs)
+    return query.new_empty((*shape, budget), dtype=torch.int32), query.new_empty(shape, dtype=torch.int32)
 
 
 register_op(
@@ -108,6 +52,7 @@ register_op(
     "Tensor(a!) tally, Tensor? importance, Tensor? neighbor, Tensor? page_low, Tensor? page_high, Tensor(b!)? last_query, "
     "str policy, int layer, float scale, int num_graphs, int budget, int num_sink_tokens, int recent_window, "
     "int neighbors) -> (Tensor, Tensor)",
-    _select_tokens,
-    _select_tokens_fake,
+    _check,
+    _lists,
+    "ckv_compile.policies.select_tokens",
 )

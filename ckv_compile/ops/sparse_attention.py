@@ -73,64 +73,7 @@ def check_summaries(
     require(mean_value.dtype == value.dtype, "mean_value", f"have value's dtype {value.dtype}", mean_value.dtype)
 
 
-def _sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: Tensor,
-    count: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    sink_logits: Tensor | None,
-    layer: int,
-    scale: float,
-    num_sink_tokens: int,
-    recent_window: int,
-    summaries: Tensor | None = None,
-    centroid: Tensor | None = None,
-    centroid_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
-    size: Tensor | None = None,
-    mean_value: Tensor | None = None,
-) -> Tensor:
-    from ckv_compile.reference.sparse_attention import sparse_attention
-
-    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
-    check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
-    check_summaries(query, value, tokens, *described)
-    return sparse_attention(
-        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale,
-        num_sink_tokens, recent_window, *described,
-    )  # fmt: skip
-
-
-def _sparse_attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: Tensor,
-    count: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    sink_logits: Tensor | None,
-    layer: int,
-    scale: float,
-    num_sink_tokens: int,
-    recent_window: int,
-    summaries: Tensor | None = None,
-    centroid: Tensor | None = None,
-    centroid_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
-    size: Tensor | None = None,
-    mean_value: Tensor | None = None,
-) -> Tensor:
-    check_attention(query, key, value, tokens, count, length, first, sink_logits, num_sink_tokens, recent_window)
-    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
-    check_summaries(query, value, tokens, *described)
+def attended(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
@@ -139,6 +82,6 @@ register_op(
     "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, int layer, float scale, int num_sink_tokens, "
     "int recent_window, Tensor? summaries=None, Tensor? centroid=None, Tensor? centroid_scale=None, "
     "Tensor? channel_scale=None, Tensor? size=None, Tensor? mean_value=None) -> Tensor",
-    _sparse_attention,
-    _sparse_attention_fake,
+    (check_attention, check_summaries),
+    attended,
 )

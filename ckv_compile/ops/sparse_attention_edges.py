@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckv_compile.ops.library import register_op, require, require_at_least, require_one_query
-from ckv_compile.ops.sparse_attention import check_attention, check_summaries
+from ckv_compile.ops.sparse_attention import attended, check_attention, check_summaries
 
 EDGE_SOURCES = ("keys", "attention")
 
@@ -56,94 +56,6 @@ def _check_new_value(value: Tensor, summaries: Tensor | None, new_value: Tensor 
         require(new_value.dtype == value.dtype, "new_value", f"have value's dtype {value.dtype}", new_value.dtype)
 
 
-def _sparse_attention_edges(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: Tensor,
-    count: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    sink_logits: Tensor | None,
-    candidate: Tensor,
-    candidate_score: Tensor,
-    candidate_rest: Tensor,
-    candidate_norm: Tensor,
-    new_key: Tensor,
-    layer: int,
-    scale: float,
-    num_sink_tokens: int,
-    recent_window: int,
-    kappa: int,
-    source: str,
-    summaries: Tensor | None = None,
-    centroid: Tensor | None = None,
-    centroid_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
-    size: Tensor | None = None,
-    mean_value: Tensor | None = None,
-    new_value: Tensor | None = None,
-) -> Tensor:
-    from ckv_compile.reference.sparse_attention_edges import sparse_attention_edges
-
-    _check(
-        query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
-        source,
-    )  # fmt: skip
-    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
-    check_summaries(query, value, tokens, *described)
-    _check_new_value(value, summaries, new_value)
-    check_candidates(candidate, candidate_score, candidate_rest, candidate_norm)
-    return sparse_attention_edges(
-        query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, candidate,
-        candidate_score, candidate_rest, candidate_norm, new_key, layer, scale, num_sink_tokens, recent_window, kappa,
-        source, *described, new_value,
-    )  # fmt: skip
-
-
-def _sparse_attention_edges_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: Tensor,
-    count: Tensor,
-    n_indexed: Tensor,
-    capacity: Tensor,
-    length: Tensor,
-    first: Tensor,
-    sink_logits: Tensor | None,
-    candidate: Tensor,
-    candidate_score: Tensor,
-    candidate_rest: Tensor,
-    candidate_norm: Tensor,
-    new_key: Tensor,
-    layer: int,
-    scale: float,
-    num_sink_tokens: int,
-    recent_window: int,
-    kappa: int,
-    source: str,
-    summaries: Tensor | None = None,
-    centroid: Tensor | None = None,
-    centroid_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
-    size: Tensor | None = None,
-    mean_value: Tensor | None = None,
-    new_value: Tensor | None = None,
-) -> Tensor:
-    _check(
-        query, key, value, tokens, count, length, first, sink_logits, new_key, num_sink_tokens, recent_window, kappa,
-        source,
-    )  # fmt: skip
-    described = (summaries, centroid, centroid_scale, channel_scale, size, mean_value)
-    check_summaries(query, value, tokens, *described)
-    _check_new_value(value, summaries, new_value)
-    check_candidates(candidate, candidate_score, candidate_rest, candidate_norm)
-    return query.new_empty((*query.shape[:3], value.shape[3]))
-
-
 register_op(
     "sparse_attention_edges(Tensor query, Tensor key, Tensor value, Tensor tokens, Tensor count, Tensor n_indexed, "
     "Tensor capacity, Tensor length, Tensor first, Tensor? sink_logits, Tensor(a!) candidate, "
@@ -151,6 +63,6 @@ register_op(
     "float scale, int num_sink_tokens, int recent_window, int kappa, str source, Tensor? summaries=None, "
     "Tensor? centroid=None, Tensor? centroid_scale=None, Tensor? channel_scale=None, Tensor? size=None, "
     "Tensor? mean_value=None, Tensor(d!)? new_value=None) -> Tensor",
-    _sparse_attention_edges,
-    _sparse_attention_edges_fake,
+    (_check, check_summaries, _check_new_value, check_candidates),
+    attended,
 )

@@ -46,25 +46,12 @@ def _submit_partition(
 ) -> None:
     from ckv_compile.reference.submit_partition import submit_partition
 
-    _check(ticket, length, num_new, neighbor, weight)
     submit_partition(ticket, key, length, num_new, neighbor, weight, layer, _handler)
-
-
-def _submit_partition_fake(
-    ticket: Tensor,
-    key: Tensor,
-    length: Tensor,
-    num_new: int,
-    neighbor: Tensor | None,
-    weight: Tensor | None,
-    layer: int,
-) -> None:
-    _check(ticket, length, num_new, neighbor, weight)
 
 
 register_op(
     "submit_partition(Tensor(a!) ticket, Tensor key, Tensor length, SymInt num_new, Tensor? neighbor, Tensor? weight, "
     "int layer) -> ()",
-    _submit_partition,
-    _submit_partition_fake,
+    _check,
+    implementation=_submit_partition,
 )

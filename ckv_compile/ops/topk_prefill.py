@@ -36,39 +36,7 @@ def _check(
     require(topk in ("fast", "exact"), "topk", "be 'fast' or 'exact'", repr(topk))
 
 
-def _topk_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    first: Tensor,
-    ticket: Tensor,
-    scale: float,
-    num_sink_tokens: int,
-    kappa: int,
-    sink_logits: Tensor | None,
-    topk: str = "fast",
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ckv_compile.reference.topk_prefill import topk_prefill
-
-    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits, topk)
-    return topk_prefill(query, key, value, length, first, scale, num_sink_tokens, kappa, sink_logits)
-
-
-def _topk_prefill_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    first: Tensor,
-    ticket: Tensor,
-    scale: float,
-    num_sink_tokens: int,
-    kappa: int,
-    sink_logits: Tensor | None,
-    topk: str = "fast",
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(query, key, value, length, first, num_sink_tokens, kappa, sink_logits, topk)
+def _attended(query: Tensor, value: Tensor, kappa: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, _ = query.shape
     return (
         query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2),
@@ -81,6 +49,6 @@ register_op(
     "topk_prefill(Tensor query, Tensor key, Tensor value, Tensor length, Tensor first, Tensor ticket, float scale, "
     "int num_sink_tokens, int kappa, Tensor? sink_logits, "
     'str topk="fast") -> (Tensor, Tensor, Tensor)',
-    _topk_prefill,
-    _topk_prefill_fake,
+    _check,
+    _attended,
 )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckv_compile.index_layout import DEVIATIONS, GROUP, MOST_COVERAGE
+from ckv_compile.index_layout import DEVIATIONS, GROUP, MOST_COVERAGE, coarse_parts
 from ckv_compile.reference.nominal import accumulate_dtype, capacities, layer_state
 
 LARGEST = 3e38  # of a score, so that bounds and halves are finite
@@ -29,7 +29,7 @@ def route_coarse(
     least: int,
     start: int,
     slots: int,
-    parts: int,
+    parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """List the groups of ``GROUP`` consecutive communities that ``route`` should score, for every row and graph.
 
@@ -51,8 +51,9 @@ def route_coarse(
     coarse_scores: flat float32 [B, G, K], written. scores: flat float32 [B, G, C], of which -inf is written to all
     communities of those rows and graphs, so that what is not scored counts as excluded.
     Returns visit int32 [B, G, slots] and count int32 [B, G]: the first count entries of visit are groups, or -1 where a
-    part has fewer; a count of -1 stands for all communities.
+    part has fewer; a count of -1 stands for all communities. parts: ``coarse_parts(least)`` when None.
     """
+    parts = coarse_parts(least) if parts is None else parts
     batch, _, _, dim = query.shape
     room = capacities(capacity)[0]
     shape, groups_room = (batch, num_graphs), -(-room // GROUP)

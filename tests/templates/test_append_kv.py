@@ -40,7 +40,14 @@ def test_route_appends_besides(device, tokens, graphs, score):
     new[1] = new[1].transpose(1, 2).contiguous().transpose(1, 2)  # any strides
     nominal = [cache[:128].permute(1, 2, 0, 3) for cache in caches]
     position = torch.tensor([length], dtype=torch.int32, device=device)
-    small = {"PROGRAMS": 2, "QUOTA": 8, "RUN": 4, "BLOCK_C": 16, "CHUNK": 32, "num_warps": 1}  # a block is that of one warp
+    small = {
+        "PROGRAMS": 2,
+        "QUOTA": 8,
+        "RUN": 4,
+        "BLOCK_C": 16,
+        "CHUNK": 32,
+        "num_warps": 1,
+    }  # a block is that of one warp
     arguments = (query, state, 0, graphs, kv_heads, 0.3, score, position, 16)
     alone = rendered.route(*arguments, **small)
     scores = state.scores.clone()
