@@ -49,12 +49,12 @@ def append_kv(key: Any, value: Any, key_new: Any, value_new: Any, length: Any) -
     batch, heads, tokens, dim = static_size(key_new)
     value_dim = static_size(value_new)[3]
     key, value = fixed(key, value)
-    new = fixed(key_new, value_new, length)
+    key_new, value_new, length = fixed(key_new, value_new, length)
     route = following_route(V.graph.current_node)
     if route is not None:
-        _left.setdefault(V.graph, {})[route] = Appended(*new, key, value)
+        _left.setdefault(V.graph, {})[route] = Appended(key_new, value_new, length, key, value)
         return None
-    inputs = [*new, key, value]
+    inputs = [key_new, value_new, length, key, value]
     constants = constants_of(batch, heads, tokens, dim, value_dim)
     template(
         inputs, ([batch, heads, tokens], torch.int32), [key, value], constants, [{"num_warps": 1, "num_stages": 1}]
