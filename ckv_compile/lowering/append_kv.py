@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from ckv_compile.lowering.template_call import Template, fixed, next_power_of_2, static_size
+from ckv_compile.lowering.template_call import Template, fixed, lowers, next_power_of_2, static_size
 
-_op = torch.ops.ckv.append_kv.default
 BESIDES = (operator.getitem, torch.ops.ckv.route_coarse.default)  # what may stand between it and route
 
 
@@ -42,10 +40,8 @@ _left: weakref.WeakKeyDictionary[Any, dict[fx.Node, Appended]] = weakref.WeakKey
 template = Template("append_kv", lambda meta: (meta["BATCH"] * meta["HEADS"], meta["TOKENS"], 1))
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.append_kv.default)
 def append_kv(key: Any, value: Any, key_new: Any, value_new: Any, length: Any) -> None:
-    if key.get_device().type != "cuda" or length.get_device().type != "cuda":  # prefill knows its length on the host
-        return fallback_handler(_op)(key, value, key_new, value_new, length)
     batch, heads, tokens, dim = static_size(key_new)
     value_dim = static_size(value_new)[3]
     key, value = fixed(key, value)
@@ -63,11 +59,14 @@ def append_kv(key: Any, value: Any, key_new: Any, value_new: Any, length: Any) -
 
 
 def following_route(node: fx.Node) -> fx.Node | None:
-    """The ``ckv::route`` that comes right after an append: nothing between them reads the cache."""
+    """The ``ckv::route`` with a kernel that comes right after an append: nothing between them reads the cache."""
     node = node.next
     while node.target in BESIDES:
         node = node.next
-    return node if node.target is torch.ops.ckv.route.default else None
+    if node.target is not torch.ops.ckv.route.default:
+        return None
+    values = [given.meta["val"] for given in node.all_input_nodes]
+    return node if all(value.device.type == "cuda" for value in values if isinstance(value, torch.Tensor)) else None
 
 
 def left_to(route: fx.Node) -> Appended | None:

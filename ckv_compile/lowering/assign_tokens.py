@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.index_layout import ASSIGNED_AT_ONCE
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
-
-_op = torch.ops.ckv.assign_tokens.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, next_power_of_2, static_size
 
 
 def programs(meta: dict[str, Any]) -> tuple[int, int, int]:
@@ -33,7 +30,7 @@ def commit_configs() -> list[Config]:
     return [{"num_warps": 4, "num_stages": 1}]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.assign_tokens.default)
 def assign_tokens(
     new_neighbor: Any, new_weight: Any, new_key: Any, centroid: Any, centroid_scale: Any, channel_scale: Any,
     log_mean: Any, mean_at: Any, start: Any, stored: Any, size: Any, num_communities: Any, n_indexed: Any,
@@ -43,13 +40,6 @@ def assign_tokens(
     new_value: Any | None = None, mean_value: Any | None = None, log_value: Any | None = None,
 ) -> None:  # fmt: skip
     device = new_neighbor.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            new_neighbor, new_weight, new_key, centroid, centroid_scale, channel_scale, log_mean, mean_at, start,
-            stored, size, num_communities, n_indexed, log_community, log_first, label, community_weight, total_weight,
-            edge_neighbor, edge_weight, gamma, capacity, length, first, num_layers, num_kv_heads, head_dim, num_lists,
-            kappa, num_graphs, num_sink_tokens, lam, new_value, mean_value, log_value,
-        )  # fmt: skip
     (batch,) = static_size(first)
     plans = plan_constants(num_layers, batch, num_graphs, num_lists, kappa, num_sink_tokens, lam)
     entries = plans["BLOCK_L"] * plans["BLOCK_K"]

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.index_layout import candidate_slots, rest_slots
 from ckv_compile.lowering.edges import kept_constants
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, static_size
-
-_op = torch.ops.ckv.pick_edges.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, static_size
 
 template = Template("pick_edges", lambda meta: (meta["BATCH"] * meta["LISTS"], meta["LAYERS"], 1), "edge_entries")
 
@@ -21,17 +18,12 @@ def configs() -> list[Config]:
     return [{"BLOCK": 2048, "num_warps": 8, "num_stages": 1}]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.pick_edges.default)
 def pick_edges(
     candidate: Any, candidate_score: Any, candidate_rest: Any, candidate_norm: Any, first: Any,
     num_layers: int, num_places: int, num_lists: int, budget: int, num_sink_tokens: int, kappa: int, source: str,
 ) -> Any:  # fmt: skip
     device = candidate.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            candidate, candidate_score, candidate_rest, candidate_norm, first, num_layers, num_places, num_lists,
-            budget, num_sink_tokens, kappa, source,
-        )  # fmt: skip
     (batch,) = static_size(first)
     constants = constants_of(num_layers, batch, num_places, num_lists, budget, num_sink_tokens, kappa, source == "keys")
     norm = [] if source == "keys" else fixed(candidate_norm)

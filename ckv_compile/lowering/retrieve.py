@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.route import num_programs
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, static_size
-
-_op = torch.ops.ckv.retrieve.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, static_size
 
 template = Template(
     "retrieve",
@@ -56,7 +53,7 @@ def num_parts(constants: dict[str, Any]) -> int:
     return max(constants["PARTS"], constants["LOG_PART"] + 1) if constants["HAS_LOG"] else constants["PARTS"]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.retrieve.default)
 def retrieve(
     shortlist: Any, left_out: Any, scores: Any, start: Any, stored: Any, size: Any, member: Any, log_community: Any,
     log_first: Any, num_communities: Any, n_indexed: Any, capacity: Any, length: Any, first: Any, tally: Any,
@@ -64,12 +61,6 @@ def retrieve(
     num_new: int = 1, reserved: int = 0,
 ) -> list[Any]:  # fmt: skip
     device = scores.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            shortlist, left_out, scores, start, stored, size, member, log_community, log_first, num_communities,
-            n_indexed, capacity, length, first, tally, layer, batch, num_graphs, budget, num_sink_tokens,
-            recent_window, has_log, num_new, reserved,
-        )  # fmt: skip
     batch, _, _, slots = static_size(shortlist)
     tokens = empty([batch, num_graphs, budget], torch.int32, device)
     log = fixed(log_community, log_first) if has_log else []

@@ -8,16 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from ckv_compile.config import GROUP, RUN
 from ckv_compile.index_layout import PROGRAMS
 from ckv_compile.lowering.append_kv import left_to
 from ckv_compile.lowering.example_inputs import makers
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
-
-_op = torch.ops.ckv.route.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, next_power_of_2, static_size
 
 template = Template("route", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
@@ -49,18 +46,13 @@ def configs(score: str, parts: int = 1, dim: int = 128, rows: int = 0, *, listed
     ]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.route.default)
 def route(
     query: Any, centroid: Any, centroid_scale: Any, channel_scale: Any, size: Any, start: Any, stored: Any,
     num_communities: Any, capacity: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float,
     score: str, length: Any, slots: int, visit: Any = None, visit_count: Any = None,
 ) -> list[Any]:  # fmt: skip
     device = query.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            query, centroid, centroid_scale, channel_scale, size, start, stored, num_communities, capacity, scores, layer,
-            num_graphs, num_kv_heads, scale, score, length, slots, visit, visit_count,
-        )  # fmt: skip
     batch, heads, queries, dim = static_size(query)
     shortlist = empty([batch, num_graphs, 5, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, score, slots, queries)

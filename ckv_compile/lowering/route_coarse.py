@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.config import GROUP
 from ckv_compile.index_layout import DEVIATIONS, MOST_COVERAGE, coarse_parts
 from ckv_compile.lowering.example_inputs import makers
 from ckv_compile.lowering.route import num_programs
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
-
-_op = torch.ops.ckv.route_coarse.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, next_power_of_2, static_size
 
 template = Template("route_coarse", lambda meta: (meta["PROGRAMS"], meta["BATCH"] * meta["GRAPHS"], 1))
 
@@ -28,18 +25,13 @@ def configs(constants: dict[str, Any]) -> list[Config]:
     ]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.route_coarse.default)
 def route_coarse(
     query: Any, coarse: Any, coarse_scale: Any, channel_scale: Any, num_grouped: Any, num_communities: Any,
     capacity: Any, coarse_scores: Any, scores: Any, layer: int, num_graphs: int, num_kv_heads: int, scale: float,
     least: int, start: int, slots: int,
 ) -> list[Any]:  # fmt: skip
     device = query.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            query, coarse, coarse_scale, channel_scale, num_grouped, num_communities, capacity, coarse_scores, scores,
-            layer, num_graphs, num_kv_heads, scale, least, start, slots,
-        )  # fmt: skip
     batch, heads, queries, dim = static_size(query)
     visit = empty([batch, num_graphs, slots], torch.int32, device)
     constants = constants_of(batch, heads, dim, num_graphs, num_kv_heads, scale, least, start, slots, queries)

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
-
-_op = torch.ops.ckv.select_summaries.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, next_power_of_2, static_size
 
 template = Template("select_summaries", lambda meta: (meta["BATCH"] * meta["GRAPHS"], 1, 1), "attended", "threshold")
 
@@ -19,17 +16,12 @@ def configs() -> list[Config]:
     return [{"SLOTS": 2048, "num_warps": 16, "num_stages": 1}]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.select_summaries.default)
 def select_summaries(
     scores: Any, size: Any, num_communities: Any, n_indexed: Any, capacity: Any, length: Any, first: Any, tally: Any,
     layer: int, batch: int, num_graphs: int, budget: int, reserved: int, num_sink_tokens: int, recent_window: int,
 ) -> Any:  # fmt: skip
     device = scores.get_device()
-    if device.type != "cuda":
-        return fallback_handler(_op)(
-            scores, size, num_communities, n_indexed, capacity, length, first, tally, layer, batch, num_graphs, budget,
-            reserved, num_sink_tokens, recent_window,
-        )  # fmt: skip
     (batch,) = static_size(first)
     ids = empty([batch, num_graphs, reserved], torch.int32, device)
     (tally,) = fixed(tally)

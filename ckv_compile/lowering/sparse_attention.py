@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import fallback_handler, register_lowering
 
 from ckv_compile.lowering.attend_summaries import Summaries, lower_summaries
 from ckv_compile.lowering.edges import Edges, edge_constants, keys_per_block, num_splits
 from ckv_compile.lowering.example_inputs import makers
-from ckv_compile.lowering.template_call import Config, Template, empty, fixed, next_power_of_2, static_size
-
-_op = torch.ops.ckv.sparse_attention.default
+from ckv_compile.lowering.template_call import Config, Template, empty, fixed, lowers, next_power_of_2, static_size
 
 attend = Template(
     "sparse_attention", lambda meta: (meta["SPLITS"], meta["BATCH"] * meta["LISTS"], 1), "attended", "edge_entries"
@@ -63,17 +60,12 @@ def configs(dtype: torch.dtype, dim: int, rows: int = 0, kept: int = 0) -> list[
     ]
 
 
-@register_lowering(_op, type_promotion_kind=None)
+@lowers(torch.ops.ckv.sparse_attention.default)
 def sparse_attention(
     query: Any, key: Any, value: Any, tokens: Any, count: Any, n_indexed: Any, capacity: Any, length: Any,
     first: Any, sink_logits: Any | None, layer: int, scale: float, num_sink_tokens: int, recent_window: int,
     *described: Any,
 ) -> Any:  # fmt: skip
-    if query.get_device().type != "cuda":
-        return fallback_handler(_op)(
-            query, key, value, tokens, count, n_indexed, capacity, length, first, sink_logits, layer, scale, num_sink_tokens,
-            recent_window, *described,
-        )  # fmt: skip
     others = [tokens, count, n_indexed, capacity, length, first]
     summaries = Summaries.of(described)
     return lower_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jinja2
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided
+from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.virtualized import V
 
@@ -98,6 +99,23 @@ class Template:
             assert len(names) == len(inputs), f"{self.name} takes {names}"
             makers = {place: examples[name] for place, name in enumerate(names) if name in examples}
         return select(self.template.name, choices, inputs, layout, makers)
+
+
+def lowers(op: Any) -> Callable[[Callable], Callable]:
+    """Register a lowering of ``op`` for graphs in which all of its tensors are on the GPU; elsewhere the operator runs."""
+
+    def register(function: Callable) -> Callable:
+        @register_lowering(op, type_promotion_kind=None)
+        @functools.wraps(function)
+        def lowering(*args: Any, **kwargs: Any) -> Any:
+            nodes = [node for node in (*args, *kwargs.values()) if isinstance(node, ir.IRNode)]
+            if all((device := node.get_device()) is not None and device.type == "cuda" for node in nodes):
+                return function(*args, **kwargs)
+            return fallback_handler(op)(*args, **kwargs)
+
+        return function
+
+    return register
 
 
 def static_size(node: Any) -> list[int]:
