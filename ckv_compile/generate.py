@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +65,7 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
         from ckv_compile import report
 
         model = module._orig_mod
-        require_resident(model, kwargs)
+        require_resident(model, _by_name(method, args, kwargs))
         calls, broken = report.rewritten_calls(model), len(report.broken_steps(model))
         with (
             compiled_calls(module, every_thread=method.__name__ in THREADED_METHODS),
@@ -82,6 +84,15 @@ def _reaching_compiled_call(module: OptimizedModule, method: Callable) -> Callab
         return result
 
     return call
+
+
+def _by_name(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names; what the method would not take is left for it to complain of."""
+    try:
+        bound = inspect.signature(method).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return kwargs
+    return bound | kwargs
 
 
 def _options(module: OptimizedModule) -> dict[str, Any]:
@@ -189,17 +200,37 @@ def _supported_also_on_cuda(
 
 @contextlib.contextmanager
 def compiled_calls(module: OptimizedModule, *, every_thread: bool = False) -> Iterator[None]:
-    """While active, calling the original module runs the compiled call: in this thread, or in every one.
+    """While active, calling the original module (see ``generating_modules``) runs the compiled call: in this thread, or in
+    every one.
 
     Nests, also across threads and for several compiled forms of one module.
     """
-    original = module._orig_mod
+    with contextlib.ExitStack() as active:
+        for called in generating_modules(module._orig_mod):
+            active.enter_context(_compiled_call(module, called, every_thread=every_thread))
+        yield
+
+
+def generating_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What ``generate`` of a model calls: itself, or, where it hands over to models inside (as PEFT's does), these."""
+    found: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
+            found.append(module)
+            inside |= set(module.modules())
+    return found or [model]
+
+
+@contextlib.contextmanager
+def _compiled_call(module: OptimizedModule, original: torch.nn.Module, *, every_thread: bool) -> Iterator[None]:
     slots = original.__dict__
     with _lock:
-        if "_ckv_call" not in module.__dict__:
+        compiled = module.__dict__.setdefault("_ckv_calls", weakref.WeakKeyDictionary())
+        if original not in compiled:
             # The same context as calling the compiled module: the same backend, options and code cache.
-            module.__dict__["_ckv_call"] = module.dynamo_ctx(original._call_impl)
-        entry = (None if every_thread else threading.get_ident(), module.__dict__["_ckv_call"])
+            compiled[original] = module.dynamo_ctx(original._call_impl)
+        entry = (None if every_thread else threading.get_ident(), compiled[original])
         if "_ckv_active" not in slots:
             saved = {name: slots[name] for name in ("_compiled_call_impl", "get_compiled_call") if name in slots}
             slots["_ckv_active"], slots["_ckv_saved"] = [], saved

@@ -35,7 +35,9 @@ class _AllowsMore:
             return self._torchdynamo_orig_backend(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_torchdynamo_orig_backend"], name)
+        if name == "_torchdynamo_orig_backend":  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._torchdynamo_orig_backend, name)
 
 
 def install(backend: Callable) -> None:

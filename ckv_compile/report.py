@@ -199,6 +199,12 @@ def explain(model: torch.nn.Module, *, show: bool = True) -> Explanation:
             reasons = refused.setdefault(name, [])
             if reason not in reasons:
                 reasons.append(reason)
+    if not rewritten:  # a graph behind a graph break may hold no parameter that says whose it is
+        unowned = _entries.get(id(None))
+        for graph in unowned.graphs if unowned is not None else ():
+            for name, reason in graph.refusals:
+                reasons = refused.setdefault(f"{name} of a graph without parameters", [])
+                reasons += [reason] if reason not in reasons else []
     statistics = [entry.statistics for entry in entries]
     layers = [layer for one in statistics for layer in one.layers]
     communities = sum(layer.communities for layer in layers)

@@ -60,8 +60,8 @@ class KVSources:
         self.outputs = set(output.all_input_nodes)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
-    def of(self, read: fx.Node, attention: fx.Node) -> KVSource:
-        """``read`` is what the attention reads, [batch, num_kv_heads, keys, head_dim]."""
+    def of(self, read: fx.Node, attention: fx.Node, query: fx.Node) -> KVSource:
+        """``read`` is what the attention of ``query`` reads, [batch, num_kv_heads, keys, head_dim]."""
         base, start_of = read, None
         if (whole := _leading_positions(read)) is not None:
             base, start_of = peel_harmless(whole), shape_of(read)[2]
@@ -75,7 +75,7 @@ class KVSources:
         if (last := _last_positions(base)) is not None and _is_concatenation(peel_harmless(base.args[0])):
             queries = shape_of(attention)[-2] if is_tensor(attention) else 1
             raise LocalAttentionError(sliding_window(sympy.expand(last + 1 - queries)))
-        return self._plain(base)
+        return self._plain(base, query)
 
     def _concatenated(self, cat: fx.Node, attention: fx.Node) -> KVSource:
         tensors = cat.args[0] if cat.args else cat.kwargs.get("tensors")
@@ -125,8 +125,13 @@ class KVSources:
             made_here=made_here, num_read=num_read,
         )  # fmt: skip
 
-    def _plain(self, base: fx.Node) -> KVSource:
+    def _plain(self, base: fx.Node, query: fx.Node) -> KVSource:
         if base.op == "placeholder":
+            if peel_harmless(query).op == "placeholder":
+                raise RefusedError(
+                    "query and keys are inputs of the graph: a graph break (output_attentions=True makes one, and so does "
+                    "paged attention) parts the attention from what makes them"
+                )
             raise RefusedError(f"cross-attention: keys are an input of the graph ({base.name}), not this call's tokens")
         for node in _same_rank_ancestors(base):
             joins = target_name(node) in ("cat", "concat", "concatenate") and _arg(node, 1, "dim", 0) in (-2, 2)
@@ -168,7 +173,10 @@ class KVSources:
                     pending.append(user)  # index_copy_ returns the buffer
                     continue
                 if attention not in _reached(user) or len(_reached(user)) > 1:
-                    raise RefusedError(f"K or V is also read by something else than this attention ({user.name})")
+                    raise RefusedError(
+                        f"K or V is also read by something else than this attention ({user.name}), for one by another "
+                        "layer that shares them"
+                    )
 
     def _only_sizes_read(self, past: fx.Node, but: fx.Node) -> None:
         for user in past.users:

@@ -199,14 +199,19 @@ class _Finder:
 
         key_read, key_repeats = peel_repeat_kv(call.key)
         value_read, value_repeats = peel_repeat_kv(call.value)
-        key_source = self.sources.of(key_read, call.key_reader)
-        value_source = self.sources.of(value_read, call.value_reader)
+        key_source = self.sources.of(key_read, call.key_reader, call.query)
+        value_source = self.sources.of(value_read, call.value_reader, call.query)
         check_pair(key_source, value_source, call.query)
         source = key_source
         num_queries = size_expr(call.query.meta["example_value"].shape[2])
         heads = _heads(call, key_source.new, value_source.new, key_repeats, value_repeats)
 
-        rule = self._rule(call, source, num_queries, num_keys)
+        try:
+            rule = self._rule(call, source, num_queries, num_keys)
+        except RefusedError as refused:
+            if source.cache is not Cache.NONE or call.mask is None or isinstance(refused, LocalAttentionError):
+                raise
+            raise RefusedError(f"this call's keys are not kept, as with use_cache=False, and {refused}") from None
         if source.num_read is not None and not (rule.from_start and source.num_read == num_queries):
             raise RefusedError("only a part of the static cache is read")
         starts_empty = source.cache in (Cache.NONE, Cache.EMPTY) or rule.from_start or source.made_here

@@ -1,12 +1,13 @@
 """Ways of calling a compiled model beside generate's plain one: what they give is what eager gives."""
 
 import copy
+import io
 import threading
 import types
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 
 import ckv_compile
 from ckv_compile import backend
@@ -299,6 +300,14 @@ def test_caches_that_do_not_stay_in_place_are_refused(monkeypatch, model, argume
         greedy(compiled(model), prompt(tokens=12), **arguments)
 
 
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static", "quantized"])
+def test_a_positional_configuration_is_refused_like_an_argument(monkeypatch, model, kind):
+    monkeypatch.setattr(backend, "_compile", None)  # nothing is compiled
+    config = GenerationConfig(max_new_tokens=4, cache_implementation=kind, pad_token_id=0)
+    with pytest.raises(ValueError, match=f"got '{kind}'"):
+        compiled(model).generate(prompt(tokens=12)["input_ids"], config)
+
+
 def test_a_default_of_the_model_is_refused_like_an_argument(model):
     model.generation_config.cache_implementation = "quantized"
     with pytest.raises(ValueError, match="got 'quantized'"):
@@ -340,3 +349,93 @@ def test_a_quantized_cache_in_a_loop_is_dense_and_says_so(interpreted, model):
     explanation = ckv_compile.explain(module, show=False)
     assert explanation.sparse_steps == 0
     assert explanation.refused
+
+
+# ---------------------------------------------------------------------- what holds the model, and what it says
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before", "after a call"])
+@pytest.mark.parametrize("copied", ["deepcopy", "saved"])
+def test_a_compiled_model_can_be_copied(interpreted, model, copied, called):
+    module = compiled(model)
+    if called:
+        greedy(module, prompt(tokens=12))
+    if copied == "deepcopy":
+        other = copy.deepcopy(module)
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(greedy(other, prompt(tokens=30)), greedy(model, prompt(tokens=30)))
+    assert_every_step_was_sparse(other)
+
+
+class _Adapter(torch.nn.Module):
+    """Holds a model and hands generate over to it, as PEFT's wrappers do."""
+
+    def __init__(self, base_model):
+        super().__init__()
+        self.base_model = base_model
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        return self.base_model.generate(*args, **kwargs)
+
+
+def test_generate_of_a_model_inside_is_reached(interpreted, model):
+    inputs = prompt(tokens=30)
+    module = compiled(_Adapter(_Adapter(model)))
+    for _ in range(2):
+        assert torch.equal(greedy(module, inputs), greedy(model, inputs))
+    assert_every_step_was_sparse(module)
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_attentions_asked_for_leave_all_dense_and_the_reason_told(interpreted, model):
+    asked = {"output_attentions": True, "return_dict_in_generate": True}
+    module = compiled(model)
+    found, wanted = (greedy(one, prompt(tokens=30), new_tokens=3, **asked) for one in (module, model))
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert [len(step) for step in found.attentions] == [len(step) for step in wanted.attentions]
+    explanation = ckv_compile.explain(module, show=False)
+    assert not explanation.rewritten
+    assert any("graph break" in reason for reasons in explanation.refused.values() for reason in reasons)
+    assert "load the model with attn_implementation" not in str(explanation)
+
+
+def test_without_a_cache_the_reason_says_so(interpreted, model):
+    module = compiled(model)
+    inputs = prompt(tokens=30)
+    assert torch.equal(greedy(module, inputs, use_cache=False), greedy(model, inputs, use_cache=False))
+    reasons = [reason for found in ckv_compile.explain(module, show=False).refused.values() for reason in found]
+    assert reasons
+    assert all("use_cache=False" in reason for reason in reasons)
+
+
+def test_autocast_leaves_attention_dense_and_says_why(interpreted, model):
+    module = compiled(model)
+    inputs = prompt(tokens=30)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(greedy(module, inputs), greedy(model, inputs))
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps or explanation.refused
+
+
+def test_threads_may_meet_a_model_that_was_never_called(interpreted, model):
+    module, inputs, found = compiled(model), prompt(tokens=30), {}
+
+    def run(number):
+        found[number] = greedy(module, inputs)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    wanted = greedy(model, inputs)
+    assert all(torch.equal(tokens, wanted) for tokens in found.values())
+    assert_every_step_was_sparse(module)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import ckv_compile
 from ckv_compile import backend, recompile_limit
+from ckv_compile.testing import prompt, tiny_model
 
 DEFAULT = recompile_limit.TORCH_DEFAULT
 
@@ -73,3 +75,14 @@ def test_the_last_compilation_that_dynamo_allows_warns(allowed):
             call(2, dynamic=False)
         with pytest.warns(UserWarning, match=r"as often as recompile_limit \(2\) allows"):
             call(3, dynamic=False)
+
+
+def test_a_ninth_model_is_sparse_as_the_first(interpreted):
+    """They share the function that is their forward, and each needs graphs of its own."""
+    for number in range(DEFAULT + 1):
+        model = tiny_model("llama", num_hidden_layers=1, intermediate_size=32 + 8 * number)
+        module = torch.compile(model, backend="communitykv", options={"min_context": 0, "workers": 0})
+        found = module.generate(**prompt(tokens=20), max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, model.generate(**prompt(tokens=20), max_new_tokens=4, do_sample=False))
+        explanation = ckv_compile.explain(module, show=False)
+        assert explanation.sparse_steps == explanation.decode_steps == 3, number

@@ -115,7 +115,7 @@ class Case:
         return got
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
 def test_groups_of_any_size(device, group):
     Case(device, (group, 1), 1).check()
 
