@@ -1,5 +1,5 @@
 # make demo: a long document, a question, dense and through communities.   make test: the test suite.
-# make matrix: the end-to-end tests with every supported combination of torch, triton and transformers.
+# make matrix: the end-to-end tests and those of the passes with every supported combination of torch, triton and transformers.
 # make bench: decode speed on a GPU.   make bench-small: do the speed benches run?   All set up .venv.
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The end-to-end tests with every supported combination of versions, each in an environment of its own (build/matrix).
+# The end-to-end tests, and the passes with their golden graphs, with every supported combination of versions, each in an
+# environment of its own (build/matrix).
 #   .ci/matrix.sh                    all
 #   .ci/matrix.sh 2.11-5.17 ...      torch 2.11 with transformers 5.17, ...
 # TESTS names other tests. torch comes from where pip finds it; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -7,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-tests=${TESTS:-tests/end_to_end}
+tests=${TESTS:-tests/end_to_end tests/passes}
 declare -A triton=([2.11]=3.6 [2.13]=3.7 [2.14]=3.8)
 
 combinations=("$@")
