@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import ckv_compile
 from ckv_compile import backend
@@ -337,6 +338,33 @@ def test_a_quantized_cache_in_a_loop_is_dense_and_says_so(interpreted, model):
 
     def logits(module):
         cache = Cache(layers=[Rounded()])
+        with torch.no_grad():
+            return [
+                module(input_ids=prompt(tokens=count)["input_ids"], past_key_values=cache, use_cache=True).logits
+                for count in (12, 1, 1)
+            ]
+
+    module = compiled(model)
+    for ours, eagers in zip(logits(module), logits(model), strict=True):
+        torch.testing.assert_close(ours, eagers, atol=1e-4, rtol=1e-4)
+    explanation = ckv_compile.explain(module, show=False)
+    assert explanation.sparse_steps == 0
+    assert explanation.refused
+
+
+def test_an_offloaded_cache_in_a_loop_is_dense_and_says_so(interpreted, model):
+    """Its keys come from elsewhere and go there. transformers' own needs a GPU; here elsewhere is where they are."""
+
+    class Offloaded(DynamicLayer):
+        def update(self, keys, values, *args, **kwargs):
+            if self.is_initialized:
+                self.keys, self.values = self.keys.to("cpu", copy=True), self.values.to("cpu", copy=True)
+            seen = super().update(keys, values, *args, **kwargs)
+            self.keys, self.values = self.keys.to("cpu", copy=True), self.values.to("cpu", copy=True)
+            return seen
+
+    def logits(module):
+        cache = Cache(layers=[Offloaded()])
         with torch.no_grad():
             return [
                 module(input_ids=prompt(tokens=count)["input_ids"], past_key_values=cache, use_cache=True).logits

@@ -139,7 +139,9 @@ def test_every_layer_of_eager_attention_matches_under_generate(family, cache, pa
             assert (site.sink_logits is not None) is (family == "gpt_oss_full")
             assert (site.mask is not None) is (cache == "static")
             assert cache == "dynamic" or site.padding is None
-            assert site.padding is not None or not (cache == "dynamic" and padded)  # older ones have it without need, too
+            assert site.padding is not None or not (
+                cache == "dynamic" and padded
+            )  # older ones have it without need, too
         assert_sites_mean_what_the_graph_computes(captured, sites)
 
 
