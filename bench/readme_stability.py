@@ -31,33 +31,36 @@ TITLES = {"fixed": "The text itself goes on", "sampled": "Sampled generations, r
 
 
 def newest_cells() -> tuple[dict[tuple, dict], list[str]]:
-    """(context, mode, text, arm, horizon) -> cell, of the newest file that holds it; and the files' names."""
+    """(context, budget, YaRN's factor, mode, text, arm, horizon) -> cell, of the newest file; and the files' names."""
     cells: dict[tuple, tuple[dict, str]] = {}
     paths = [path for path in RESULTS.glob("stability-*.json") if "partial" not in path.name]
     files = [(json.loads(path.read_text()), path.name) for path in paths]
     for file, name in sorted(files, key=lambda pair: pair[0]["date"]):
         for cell in file["cells"]:
-            key = cell["context"], cell["mode"], cell["test"], cell["arm"], cell["horizon"]
-            cells[key] = cell, name
+            run = cell["context"], cell["budget"], file.get("yarn", 1.0), cell["mode"]
+            cells[*run, cell["test"], cell["arm"], cell["horizon"]] = cell, name
     return {key: cell for key, (cell, _) in cells.items()}, sorted({name for _, name in cells.values()})
 
 
 def stability_tables() -> str:
-    """Of each length of prompt and mode, a table: arms by text and horizon, and what the paper publishes of its models."""
+    """A table for each length of prompt, budget, YaRN's factor and mode: arms by text and horizon.
+
+    Besides, what the paper publishes of its models.
+    """
     cells, names = newest_cells()
     if not cells:
         return "Not measured yet.\n"
     lines: list[str] = []
-    for context, mode in dict.fromkeys(key[:2] for key in sorted(cells, key=lambda key: (key[0], key[1]))):
-        own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (context, mode)}
+    for run in dict.fromkeys(key[:4] for key in sorted(cells, key=lambda key: key[:4])):
+        context, budget, yarn, mode = run
+        own = {key[4:]: cell for key, cell in cells.items() if key[:4] == run}
         columns = [
             (text, horizon)
             for text in KINDS
             for horizon in sorted({key[2] for key in own if key[0] == text})
         ]  # fmt: skip
-        some = next(iter(own.values()))
         heads = [f"{KINDS[text]}, {horizon:,}" for text, horizon in columns]
-        title = f"{TITLES[mode]}, behind {context:,} tokens, budget {some['budget']}"
+        title = f"{TITLES[mode]}, behind {context:,} tokens, budget {budget}" + (f", YaRN {yarn:g}" if yarn > 1 else "")
         lines += [f"| {title} | {' | '.join(heads)} | attended |", "|---" * (len(columns) + 2) + "|"]
         for arm in dict.fromkeys(key[1] for key in own):
             row = [own.get((text, arm, horizon)) for text, horizon in columns]

@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         """A run that is stopped leaves what it has."""
         path = write_results(
             "stability", rows, claims_of(cells_of(rows)), device=args.device, label="smollm2-partial", folder=folder,
-            cells=cells_of(rows), texts_sha256=hashes,
+            cells=cells_of(rows), texts_sha256=hashes, yarn=args.yarn,
         )  # fmt: skip
         while partial:
             partial.pop().unlink()
