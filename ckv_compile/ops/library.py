@@ -6,6 +6,7 @@ A fake therefore never looks at the sizes of such an argument beyond batch, head
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -33,11 +34,10 @@ def register_op(
     arguments that it names, by name.
     """
     parsed = torch._C.parse_schema(f"ckv::{schema}")
-    name, arguments = parsed.name.removeprefix("ckv::"), [argument.name for argument in parsed.arguments]
+    name, arguments = parsed.name.removeprefix("ckv::"), tuple(argument.name for argument in parsed.arguments)
     defaults = {a.name: a.default_value for a in parsed.arguments if a.has_default_value()}
     checks = [_chosen(function, arguments) for function in ([check] if callable(check) else check)]
     make = None if fake is None else _chosen(fake, arguments)
-    run = _chosen(implementation, arguments) if callable(implementation) else None
     module = implementation if isinstance(implementation, str) else f"ckv_compile.reference.{name}"
 
     def given(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -47,11 +47,9 @@ def register_op(
         return values
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
         values = given(args, kwargs)
-        if run is None:
-            run = _chosen(getattr(importlib.import_module(module), name), arguments)
-        return run(values)
+        run = implementation if callable(implementation) else getattr(importlib.import_module(module), name)
+        return _chosen(run, arguments)(values)
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         values = given(args, kwargs)
@@ -62,11 +60,14 @@ def register_op(
     torch.library.register_fake(f"ckv::{name}", trace, lib=LIBRARY)
 
 
-def _chosen(function: Callable[..., Any], arguments: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
-    """``function`` of a dictionary of arguments, of which it takes those that it names; others must have a default."""
+@functools.lru_cache(maxsize=256)
+def _chosen(function: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[[dict[str, Any]], Any]:
+    """``function`` of a dictionary of arguments: it takes those that it names, or all; others must have a default."""
     names = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in arguments:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            names = list(arguments)
+        elif parameter.name in arguments:
             names.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise TypeError(f"{function.__qualname__} asks for {parameter.name}, which is no argument of the operator")

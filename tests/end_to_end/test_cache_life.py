@@ -255,13 +255,13 @@ def test_several_tokens_attend_what_one_retrieval_for_them_finds(interpreted, mo
     sinks, window, length, new = 2, 4, 60, 5
     attended = []
 
-    def by_hand(query, key, value, listed, count, n_indexed, capacity, past, first, sink_logits, layer, scale, *_):
-        covered, graphs = int(layer_state(n_indexed, layer, (1,), "n_indexed")), listed.shape[1]
+    def by_hand(query, key, value, tokens, count, n_indexed, layer, scale, **_):
+        covered, graphs = int(layer_state(n_indexed, layer, (1,), "n_indexed")), tokens.shape[1]
         out = torch.zeros_like(query)
         key, value = (t.as_strided((1, t.shape[1], length + new, t.shape[3]), t.stride()) for t in (key, value))
         for head in range(query.shape[1]):
             graph, kv_head = head * graphs // query.shape[1], head * key.shape[1] // query.shape[1]
-            retrieved = listed[0, graph, : count[0, graph]].tolist()
+            retrieved = tokens[0, graph, : count[0, graph]].tolist()
             parts = attended_positions(retrieved, covered, length, 0, sinks, window, new)
             positions = sorted(p for part in parts for p in part)
             attended.append(len(positions))

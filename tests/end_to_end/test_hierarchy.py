@@ -33,8 +33,8 @@ def listed(monkeypatch):
 
     original, counts = module.route_coarse, []
 
-    def watched(*arguments):
-        visit, count = original(*arguments)
+    def watched(**arguments):
+        visit, count = original(**arguments)
         counts.append(count.tolist())
         return visit, count
 
